@@ -1,0 +1,134 @@
+"""A lane: one logical stream of sequences, made a segment at a time from a small cursor."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchtitan_zephon.ops.documents import Packer, Reference, Rows
+from torchtitan_zephon.ops.mix import Mixture
+from torchtitan_zephon.sources.feed import Feed
+
+
+class StateError(ValueError):
+    """A saved state that cannot be gone on from: says which entry, and why."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a lane stands at the start of a segment; all it takes to make everything after it."""
+
+    lane: int
+    segment: int = 0
+    positions: tuple[tuple[str, tuple[int, int, int, int]], ...] = ()
+    """For each dataset by name: chunk ordinal, block, row, tokens drawn so far."""
+    unfinished: tuple[tuple[Reference, ...], ...] = ()
+    """Unfinished work by reference, row by row, as the packer's ``flush`` returned it."""
+    padding: int = 0
+    """Places padded so far."""
+    empty: tuple[int, ...] = ()
+    """For each dataset, documents so far that held nothing to predict."""
+
+    def to_json(self) -> str:
+        """A line that a person can read, with a check sum behind it."""
+        entry: dict[str, Any] = {
+            "lane": self.lane,
+            "segment": self.segment,
+            "positions": {name: list(at) for name, at in self.positions},
+            "unfinished": [[list(r) for r in row] for row in self.unfinished],
+            "padding": self.padding,
+            "empty": list(self.empty),
+        }
+        entry["check"] = _check_sum(entry)
+        return json.dumps(entry, ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: Any, lane: int) -> "Cursor":
+        """The cursor of ``lane`` from its entry in a checkpoint.
+
+        Raises:
+            StateError: the entry is damaged or belongs to another lane.
+        """
+        try:
+            entry = json.loads(text)
+            check = entry.pop("check")
+            if check != _check_sum(entry):
+                raise ValueError("its check sum does not match")
+            if entry["lane"] != lane:
+                raise ValueError(f"it belongs to lane {entry['lane']}")
+            return cls(
+                lane=lane,
+                segment=entry["segment"],
+                positions=tuple((n, tuple(at)) for n, at in entry["positions"].items()),
+                unfinished=tuple(tuple(Reference(*r) for r in row) for row in entry["unfinished"]),
+                padding=entry["padding"],
+                empty=tuple(entry["empty"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"the checkpoint's entry for lane {lane} is damaged: {error}; resume from another "
+                f"checkpoint. It reads {str(text)[:80]!r}"
+            ) from error
+
+
+def _check_sum(entry: dict[str, Any]) -> str:
+    text = json.dumps(entry, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class Lane:
+    """Makes segment after segment of one lane, from a cursor on."""
+
+    def __init__(self, feeds: list[Feed], weights: list[int], packer: Packer, cursor: Cursor):
+        self.cursor = cursor
+        """Where the next segment starts."""
+        self._feeds = feeds
+        self._mixture = Mixture(feeds, weights)
+        self._packer = packer
+        self._restored = False
+
+    def produce(self, rows: int) -> Rows:
+        """The next segment's rows; fewer than ``rows`` only where the data ends."""
+        if not self._restored:
+            self._packer.restore(
+                [[(r, self._stretch(r)) for r in row] for row in self.cursor.unfinished]
+            )
+            self._restored = True
+        packer, mixture = self._packer, self._mixture
+        packer.begin(rows)
+        while not packer.full:
+            documents = mixture.window(packer.wanted())
+            if documents is None:
+                packer.close()
+                break
+            mixture.advance(documents, packer.push(documents))
+        made = packer.take()
+        before = self.cursor
+        self.cursor = Cursor(
+            lane=before.lane,
+            segment=before.segment + 1,
+            positions=tuple(
+                (f.dataset.name, (p.ordinal, p.block, p.row, p.tokens))
+                for f in self._feeds
+                for p in (f.position,)
+            ),
+            unfinished=tuple(tuple(row) for row in packer.flush()),
+            padding=before.padding + made.padding,
+            empty=tuple(f.empty for f in self._feeds),
+        )
+        return made
+
+    def _stretch(self, reference: Reference) -> np.ndarray:
+        """The token ids of a referenced stretch of a document, one more than its pairs."""
+        feed = self._feeds[reference.dataset]
+        block = feed.read(reference.ordinal, reference.block)
+        document = block.document(reference.row) if reference.row < len(block) else ()
+        if reference.stop >= len(document):
+            raise StateError(
+                f"lane {self.cursor.lane}: the checkpoint refers to tokens up to {reference.stop} "
+                f"of a document of dataset {feed.dataset.name!r} that has {len(document)} now; the "
+                "data changed since it was saved"
+            )
+        return document[reference.start : reference.stop + 1].copy()

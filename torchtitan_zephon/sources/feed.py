@@ -1,0 +1,183 @@
+"""One dataset as one lane sees it: an endless walk over its chunks, from any place in it."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan_zephon.order import derive_key, permute, shuffled
+from torchtitan_zephon.sources.dataset import Dataset
+from torchtitan_zephon.sources.storage import SourceError
+
+
+@dataclass(frozen=True)
+class Block:
+    """The documents of one block of a chunk, tokenized, in the order in which they are visited."""
+
+    ordinal: int
+    """Which chunk of the lane this is, counted over all epochs."""
+    number: int
+    """Which block of the chunk."""
+    tokens: np.ndarray
+    """Token ids of all documents in a row, int32 [N]."""
+    bounds: np.ndarray
+    """Where documents begin and end in ``tokens``, int64 [documents + 1]."""
+    empty: int
+    """Documents left out because they hold under two tokens, so nothing to predict."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def document(self, row: int) -> np.ndarray:
+        """Token ids of one document, int32 [n]."""
+        return self.tokens[self.bounds[row] : self.bounds[row + 1]]
+
+
+@dataclass
+class Position:
+    """Where a lane stands in a dataset: plain integers, saved in checkpoints."""
+
+    ordinal: int = 0
+    block: int = 0
+    row: int = 0
+    """Documents of the block that are behind."""
+    tokens: int = 0
+    """Tokens drawn from the dataset so far: (input, label) pairs."""
+
+
+# (texts) -> (token ids int32 [N], bounds int64 [len(texts) + 1])
+Tokenize = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
+
+
+class Feed:
+    """The documents of ``dataset`` that belong to one lane of ``lanes``, from ``position`` on.
+
+    The walk visits lane positions ``lane + k * lanes`` of the endless list of epochs. With an
+    ``executor`` the next block is read and tokenized there while the current one is used; the
+    documents are the same.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        lane: int,
+        lanes: int,
+        seed: int,
+        random_order: bool,
+        passes: int | None,
+        tokenize: Tokenize,
+        position: Position,
+        empty: int = 0,
+        executor: Executor | None = None,
+    ):
+        self.dataset = dataset
+        self.position = position
+        self.empty = empty
+        """Documents behind that held nothing to predict."""
+        self._lane, self._lanes, self._seed = lane, lanes, seed
+        self._random, self._passes, self._tokenize = random_order, passes, tokenize
+        self._executor = executor
+        self._walk = self._blocks_from(position.ordinal, position.block)
+        self._ahead: Future[Block | None] | None = None
+        self._block: Block | None = None
+        self._ended = False
+
+    def block(self) -> Block | None:
+        """The block that ``position`` is in, with at least one unread document; None at the end."""
+        while not self._ended:
+            block = self._block
+            if block is not None:
+                if self.position.row < len(block):
+                    return block
+                self.empty += block.empty
+                self.position.row = 0
+            block = self._next()
+            if block is None:
+                self._ended, self._block = True, None
+                break
+            if self._block is None and self.position.row > len(block):
+                raise SourceError(
+                    f"dataset {self.dataset.name!r}, lane {self._lane}: the checkpoint stands at "
+                    f"document {self.position.row} of a block that has {len(block)} now; the data "
+                    "changed since it was saved"
+                )
+            if self._block is None and (block.ordinal, block.number) != self._place():
+                self.position.row = 0
+            self._block = block
+            self.position.ordinal, self.position.block = block.ordinal, block.number
+        return None
+
+    def read(self, ordinal: int, number: int) -> Block:
+        """Any block of the walk again, for what a cursor refers to.
+
+        Raises:
+            SourceError: there is no such block any more.
+        """
+        if self._block is not None and (ordinal, number) == (
+            self._block.ordinal,
+            self._block.number,
+        ):
+            return self._block
+        block = next(self._blocks_from(ordinal, number), None)
+        if block is None or (block.ordinal, block.number) != (ordinal, number):
+            raise SourceError(
+                f"dataset {self.dataset.name!r}, lane {self._lane}: block {number} of chunk "
+                f"{ordinal}, where the checkpoint stands, is not there any more; the data changed"
+            )
+        return block
+
+    def _place(self) -> tuple[int, int]:
+        return self.position.ordinal, self.position.block
+
+    def _next(self) -> Block | None:
+        if self._executor is None:
+            return next(self._walk, None)
+        ahead = self._ahead or self._executor.submit(next, self._walk, None)
+        block = ahead.result()
+        # One block ahead at most, so the walk is never run by two threads at a time.
+        self._ahead = self._executor.submit(next, self._walk, None) if block is not None else None
+        return block
+
+    def _blocks_from(self, ordinal: int, number: int) -> Iterator[Block]:
+        name, chunks = self.dataset.name, self.dataset.num_chunks
+        barren = 0
+        while True:
+            epoch, index = divmod(self._lane + ordinal * self._lanes, chunks)
+            if self._passes is not None and epoch >= self._passes:
+                return
+            chunk = index
+            if self._random:
+                chunk = permute(index, chunks, derive_key(self._seed, "chunks", name, epoch))
+            for texts in self.dataset.blocks(chunk, number):
+                if self._random:
+                    key = derive_key(self._seed, "documents", name, epoch, chunk, number)
+                    texts = [texts[i] for i in shuffled(len(texts), key).tolist()]
+                block = _tokenized(ordinal, number, texts, self._tokenize)
+                barren = 0 if len(block) else barren + 1
+                yield block
+                number += 1
+            barren += 1
+            # By chance alone a lane misses the one good chunk of a dataset this often less than
+            # once in e**20 cases; an endless search must become an error.
+            if barren > 1000 + 40 * chunks:
+                raise SourceError(
+                    f"dataset {name!r}: {barren} chunks in a row gave no document of two tokens or "
+                    "more; remove the dataset, or check its text_field"
+                )
+            ordinal, number = ordinal + 1, 0
+
+
+def _tokenized(ordinal: int, number: int, texts: list[str], tokenize: Tokenize) -> Block:
+    tokens, bounds = tokenize(texts)
+    lengths = np.diff(bounds)
+    kept = lengths >= 2
+    empty = len(lengths) - int(kept.sum())
+    if empty:
+        tokens = tokens[np.repeat(kept, lengths)]
+        bounds = np.fromiter(
+            itertools.accumulate(lengths[kept].tolist(), initial=0), dtype=np.int64
+        )
+    return Block(ordinal, number, tokens, bounds, empty)

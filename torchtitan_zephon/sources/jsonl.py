@@ -1,0 +1,87 @@
+"""JSON Lines: one JSON object a line, cut into byte ranges without reading the file first."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from torchtitan_zephon.sources.storage import Shard, SourceError, read_range
+
+SUFFIXES = (".jsonl", ".ndjson", ".json")
+_COUNT_LINES_UP_TO = 1 << 30  # beyond this an error names the byte only: counting would take long
+
+
+def chunk_bytes(total: int, lanes: int) -> int:
+    """Bytes of a chunk: several chunks a lane of a small dataset, 256 KiB of a large one."""
+    return max(1 << 10, min(total // (8 * lanes), 1 << 18))
+
+
+def read_blocks(
+    fs: Any, shard: Shard, chunk: int, chunks: int, size: int, text_field: str
+) -> Iterator[list[str]]:
+    """One block: the texts of the lines that start in the ``size`` bytes of the chunk."""
+    del chunks
+    data, start = _whole_lines(fs, shard, chunk * size, (chunk + 1) * size)
+    yield _texts(data, start, fs, shard, text_field)
+
+
+def _whole_lines(fs: Any, shard: Shard, start: int, end: int) -> tuple[bytes, int]:
+    """The lines that start in ``[start, end)`` to their ends, and the byte at which they start."""
+    # A line starts at byte 0 and behind every newline: the byte before the range tells whether one
+    # starts right at it. A line that runs over the end is read on in doubling steps, so a line
+    # longer than many chunks is read once, whole, by the chunk it starts in.
+    first = max(0, start - 1)
+    slack = max(1 << 10, (end - start) // 8)
+    data = read_range(fs, shard, first, end + slack)
+    begin = 0 if start == 0 else data.find(b"\n", 0, end - first - 1) + 1
+    if start > 0 and begin == 0:
+        return b"", start
+    while True:
+        stop = data.find(b"\n", end - first - 1)
+        if stop >= 0:
+            return data[begin : stop + 1], first + begin
+        if first + len(data) >= shard.size:
+            return data[begin:], first + begin
+        more = max(1 << 16, len(data))
+        data += read_range(fs, shard, first + len(data), first + len(data) + more)
+
+
+_DECODERS: dict[str, msgspec.json.Decoder] = {}
+
+
+def _decoder(text_field: str) -> msgspec.json.Decoder:
+    if text_field not in _DECODERS:
+        record = msgspec.defstruct("Record", [("text", str, msgspec.field(name=text_field))])
+        _DECODERS[text_field] = msgspec.json.Decoder(record)
+    return _DECODERS[text_field]
+
+
+def _texts(data: bytes, start: int, fs: Any, shard: Shard, text_field: str) -> list[str]:
+    decode = _decoder(text_field).decode
+    lines = data.split(b"\n")
+    try:
+        return [decode(line).text for line in lines if line.strip()]
+    except (msgspec.DecodeError, UnicodeError):
+        pass
+    for line in lines:
+        if line.strip():
+            try:
+                decode(line)
+            except (msgspec.DecodeError, UnicodeError) as error:
+                raise SourceError(
+                    f"{_place(fs, shard, start)}: {str(error).replace('`', '')}"
+                    f"; the line begins {line[:60]!r}; every line must be a JSON object with a "
+                    f"string under {text_field!r}"
+                ) from error
+        start += len(line) + 1
+    raise AssertionError("a block failed to decode, its lines one by one did not")
+
+
+def _place(fs: Any, shard: Shard, byte: int) -> str:
+    if byte > _COUNT_LINES_UP_TO:
+        return f"{shard.path}, byte {byte}"
+    line = 1 + sum(
+        read_range(fs, shard, at, min(at + (1 << 24), byte)).count(b"\n")
+        for at in range(0, byte, 1 << 24)
+    )
+    return f"{shard.path}, line {line}"

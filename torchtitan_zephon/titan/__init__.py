@@ -1,0 +1,1 @@
+"""Everything that knows TorchTitan: the loader, TOML configs, training, the CPU device."""
