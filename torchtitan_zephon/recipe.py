@@ -14,7 +14,7 @@ from torchtitan_zephon.settings import read_table
 FORMAT_VERSION = 1
 """Version of the stream and of the checkpoint; a change of either is a change of this number."""
 
-_MAX_WEIGHT = 2**31 - 1  # the mixture compares tokens / weight in two 32-bit halves
+MAX_WEIGHT_BITS = 40  # of weights made whole numbers, which the mixture compares exactly
 _MAX_LANES = 4096
 
 
@@ -166,7 +166,7 @@ class Recipe:
                 yield f"{where}datasets: {names.count(name)} datasets are named {name!r}"
             if not names:
                 continue
-            if max(integer_weights(group)) > _MAX_WEIGHT:
+            if max(integer_weights(group)).bit_length() > MAX_WEIGHT_BITS:
                 yield (
                     f"{where}datasets: weights {[d.weight for d in group]} differ too much to be "
                     "compared exactly; use fewer digits or closer weights"

@@ -8,7 +8,11 @@ documents at hand by (quotient before the document, dataset), which is done here
 import numpy as np
 
 from torchtitan_zephon.ops.documents import Documents
+from torchtitan_zephon.recipe import MAX_WEIGHT_BITS
 from torchtitan_zephon.sources.feed import Block, Feed
+
+
+_DIGIT_BITS = 63 - MAX_WEIGHT_BITS  # a remainder times 2**_DIGIT_BITS fits an int64
 
 
 class Mixture:
@@ -49,20 +53,22 @@ class Mixture:
         self, at_hand: list[tuple[int, Block, int, int, np.ndarray]], wanted: int
     ) -> list[tuple[int, Block, int, int]]:
         """All datasets' windows merged into runs: (dataset, block, first row, last row + 1)."""
-        # Quotients are compared as whole part and 64 bits of fraction: two different fractions with
-        # denominators below 2**31 differ by more than 2**-62, so the comparison is exact.
-        whole, high, low, owner = [], [], [], []
+        # Quotients are compared as their whole parts and, digit by digit, their fractions: two
+        # fractions with denominators up to w differ by 1 / w**2 or more, so twice the bits of the
+        # largest weight make the comparison exact.
+        digits = -(-(2 * max(self._weights).bit_length() + 1) // _DIGIT_BITS)
+        keys: list[list[np.ndarray]] = [[] for _ in range(1 + digits)]
+        owner = []
         for slot, (index, _, _, _, pairs) in enumerate(at_hand):
             weight = self._weights[index]
-            tokens = self.feeds[index].position.tokens + pairs
-            rest = (tokens % weight) << 32
-            whole.append(tokens // weight)
-            high.append(rest // weight)
-            low.append(((rest % weight) << 32) // weight)
+            quotient, rest = np.divmod(self.feeds[index].position.tokens + pairs, weight)
+            keys[0].append(quotient)
+            for key in keys[1:]:
+                quotient, rest = np.divmod(rest << _DIGIT_BITS, weight)
+                key.append(quotient)
             owner.append(np.full(len(pairs), slot))
-        order = np.lexsort(
-            (np.concatenate(low), np.concatenate(high), np.concatenate(whole))
-        )  # stable, and laid out in recipe order: ties go to the earlier dataset
+        # The sort is stable and the datasets are laid out in recipe order: ties go to the earlier.
+        order = np.lexsort([np.concatenate(key) for key in reversed(keys)])
         slots = np.concatenate(owner)[order]
         # The last entry of each dataset stands for a document not at hand yet: from the first such
         # entry on, nothing can be decided.
