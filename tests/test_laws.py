@@ -194,7 +194,7 @@ def test_every_row_is_the_text_that_its_pieces_name_and_no_label_crosses_a_docum
 def test_over_all_lanes_each_document_is_seen_once_an_epoch(
     table: dict[str, Any], tokenizer: Path
 ) -> None:
-        table = {**table, "datasets": table["datasets"][:1], "packing": {"algorithm": "first_fit"}}
+    table = {**table, "datasets": table["datasets"][:1]}
     with tempfile.TemporaryDirectory() as folder:
         pipeline = pipeline_of(table, Path(folder), tokenizer, 200)
         seen: Counter[tuple[int, ...]] = Counter()
