@@ -212,11 +212,8 @@ def parse_recipe(
     table = {k: v for k, v in table.items() if k not in ("seq_len", "passes")}
     recipe = read_table(Recipe, {"datasets": [], **table, "seq_len": seq_len}, "zephon", faults)
     if recipe is not None and not recipe.tokenizer.path:
-        if not tokenizer_path:
-            faults.append("zephon.tokenizer.path: missing, and hf_assets_path is not set either")
-        else:
-            tokenizer = dataclasses.replace(recipe.tokenizer, path=tokenizer_path)
-            recipe = dataclasses.replace(recipe, tokenizer=tokenizer)
+        tokenizer = dataclasses.replace(recipe.tokenizer, path=tokenizer_path or "")
+        recipe = dataclasses.replace(recipe, tokenizer=tokenizer)
     if faults or recipe is None:
         raise RecipeError(faults)
     return recipe

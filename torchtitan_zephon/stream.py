@@ -70,7 +70,6 @@ class _LaneReader:
         self._pipeline = pipeline
         self._lane = lane
         self._size = pipeline.segment_rows
-        self._segment = -1
         self._rows: Rows | None = None
         self._order = np.empty(0, dtype=np.int64)
         self._entries: dict[int, str] = {}
@@ -81,9 +80,13 @@ class _LaneReader:
         self._entries[cursor.segment] = cursor.to_json()
 
     def row(self, number: int) -> tuple[Rows, int] | None:
-        """The rows that sequence ``number`` lies in, and which of them it is; None past the end."""
+        """The rows that sequence ``number`` lies in, and which of them it is; None past the end.
+
+        Asked for in rising order, since segments that are behind are not kept.
+        """
         segment, place = divmod(number, self._size)
         self._produce_to(segment)
+        assert self._lane.cursor.segment == segment + 1, "a lane is read forwards only"
         if place >= len(self._order):
             return None
         assert self._rows is not None
@@ -173,6 +176,8 @@ class Steps:
             yield step
 
     def _next(self) -> Step | None:
+        if self._ended():
+            return None
         pipeline = self._pipeline
         lane, number = step_slice(
             self._consumed, self._batch, pipeline.lanes, self._rank, self._ranks
@@ -199,8 +204,6 @@ class Steps:
                     )
             elif self._digests:
                 digests.append(sequence_digest(inputs[i], labels[i], positions[i]))
-        if self._ended():
-            return None
         self._consumed += self._batch
         return Step(
             inputs,

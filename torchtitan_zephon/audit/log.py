@@ -134,8 +134,8 @@ class AuditLog:
         if logged is not None and logged != digest:
             raise AuditError(
                 f"step {step} was run again and got other data than before: SHA-256 {digest} now, "
-                f"{logged} in {self._path}. The recipe is the same, so a file of the dataset or the "
-                "code changed; do not trust this run until you know which"
+                f"{logged} in {self._path}. The recipe is the same, so a file of the dataset or "
+                "the code changed; do not trust this run until you know which"
             )
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ from torchtitan_zephon.ops.documents import Documents
 from torchtitan_zephon.recipe import MAX_WEIGHT_BITS
 from torchtitan_zephon.sources.feed import Block, Feed
 
-
 _DIGIT_BITS = 63 - MAX_WEIGHT_BITS  # a remainder times 2**_DIGIT_BITS fits an int64
 
 

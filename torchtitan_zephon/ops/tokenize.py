@@ -120,6 +120,8 @@ def load_tokenizer(
         TokenizerError: nothing usable at ``config.path``; a backend, asked for by name, that cannot
             read this tokenizer or gives other ids.
     """
+    if not config.path:
+        raise TokenizerError("path: missing, and TorchTitan's hf_assets_path is not set either")
     parse = config.special_tokens == "parse"
     path = Path(config.path)
     reference = _hugging_face(path, parse) if path.is_dir() else _tiktoken(config, parse)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class ZephonDataLoader(BaseDataLoader):
         """Sequences of a step over all ranks, TorchTitan's training.global_batch_size."""
         dump_folder: str = ""
         """Folder of the run's outputs, where the audit log goes."""
+        model_vocab_size: int = 0
+        """Token ids that the model knows; 0 leaves the tokenizer's unchecked."""
         validation: bool = False
         """Whether this feeds the Validator: one pass over ``recipe.validation``, unshuffled."""
         infinite: bool = True
@@ -54,6 +57,7 @@ class ZephonDataLoader(BaseDataLoader):
         *,
         dp_world_size: int,
         dp_rank: int,
+        tokenizer: Any,
         seq_len: int,
         local_batch_size: int,
         snapshot_every_n_steps: int | None = None,
@@ -69,15 +73,22 @@ class ZephonDataLoader(BaseDataLoader):
             raise ValueError(MISSING_GLOBAL_BATCH)
         if recipe.seq_len != seq_len:
             recipe = dataclasses.replace(recipe, seq_len=seq_len)
+        if not recipe.tokenizer.path:
+            path = getattr(tokenizer, "tokenizer_path", "")  # of TorchTitan's, its hf_assets_path
+            settings = dataclasses.replace(recipe.tokenizer, path=path)
+            recipe = dataclasses.replace(recipe, tokenizer=settings)
         if recipe.lanes == "auto":
             recipe = dataclasses.replace(recipe, lanes=auto_lanes(batch))
         _check_batch(batch, local_batch_size, dp_world_size, snapshot_every_n_steps)
-        pipeline = _checked_pipeline(recipe)
+        pipeline = _checked_pipeline(recipe, config.model_vocab_size)
         self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
         self._audit = None
         self._announced: dict[int, int] = {}
         if recipe.audit.enable:
             self._audit = _auditor(config, pipeline, dp_rank, dp_world_size)
+        if self._audit is not None:
+            # TorchTitan's own train.py closes no data loader; the log is finished all the same.
+            weakref.finalize(self, self._audit.close)
         self._stream = BatchStream(
             pipeline,
             batch=batch,
@@ -147,13 +158,19 @@ MISSING_GLOBAL_BATCH = (
 )
 
 
-def _checked_pipeline(recipe: Recipe) -> Pipeline:
+def _checked_pipeline(recipe: Recipe, model_vocab_size: int) -> Pipeline:
     # Validation data is opened when the first validation is due: look at it now, not at step 500.
     faults = check_datasets(recipe.validation.datasets, "zephon.validation.datasets")
     try:
         pipeline = Pipeline(recipe)
     except RecipeError as error:
         raise RecipeError([*error.faults, *faults]) from error
+    ids = pipeline.tokenizer.vocab_size
+    if 0 < model_vocab_size < ids:
+        faults.append(
+            f"zephon.tokenizer.path = {recipe.tokenizer.path!r}: has {ids} token ids, the model "
+            f"knows {model_vocab_size}; take the model's tokenizer, or set model.vocab_size"
+        )
     if faults:
         raise RecipeError(faults)
     return pipeline
