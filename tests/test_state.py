@@ -103,11 +103,10 @@ def test_five_times_ten_consumed_five_consumed_and_the_next_document_is_number_1
     }
     pipeline = make_pipeline(table, seq_len=4, tokenizer=tokenizer)
     for _ in range(5):
-        state = None
+        state = one_rank(pipeline, batch=1).state_dict()
         for count in (10, 5):
             stream = one_rank(pipeline, batch=1)
-            if state is not None:
-                stream.load_state_dict(state)
+            stream.load_state_dict(state)
             row_documents(pipeline, stream, count)
             state = stream.state_dict()
             stream.close()
@@ -271,7 +270,7 @@ def test_a_checkpoint_without_a_loader_entry_or_with_a_damaged_one_is_refused(
         one_rank(pipeline).load_state_dict({**state, "meta": json.dumps(meta)})
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "seed": ({"seed": 8}, "seed: 7 -> 8"),
     "special tokens": ({"tokenizer": {"special_tokens": "parse"}}, '"text" -> "parse"'),
     "packing": ({"packing": {"algorithm": "first_fit"}}, '"wrap" -> "first_fit"'),

@@ -16,7 +16,7 @@ from torchtitan_zephon.ops.documents import IGNORE_LABEL
 from torchtitan_zephon.pipeline import Pipeline
 from torchtitan_zephon.recipe import parse_recipe
 from torchtitan_zephon.sources.storage import SourceError
-from torchtitan_zephon.stream import BatchStream, Steps, lanes_of_rank, step_slice
+from torchtitan_zephon.stream import BatchStream, Step, Steps, lanes_of_rank, step_slice
 
 GOLDEN = Path(__file__).parent / "golden.json"
 
@@ -123,7 +123,11 @@ def test_five_documents_beside_fifty_thousand_starve_no_lane_and_repeat(
     pipeline = make_pipeline(table, seq_len=128, tokenizer=tokenizer, batch=64)
     (stream,) = batch_streams(pipeline, batch=64, run=Run(1, 30))
     totals = np.zeros(2, dtype=np.int64)
-    stream._on_step = lambda number, step, before: np.add(totals, step.tokens, out=totals)
+
+    def count(number: int, step: Step, before: object) -> None:
+        totals[:] += step.tokens
+
+    stream._on_step = count
     for _ in range(30):
         take_step([stream], batch=64, micro_batch=1)
     stream.close()
@@ -195,6 +199,38 @@ def test_one_pass_ends_on_every_rank_at_the_same_step_with_padding_rows(
             assert list(stream) == []
             assert list(stream) == []  # the end is final
             stream.close()
+
+
+@pytest.mark.parametrize("algorithm", ["wrap", "first_fit"])
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_a_pass_of_many_segments_is_the_same_rows_and_steps_at_every_rank_count(
+    ranks: int, algorithm: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    write_jsonl(tmp_path / "v.jsonl", pseudo_texts(150, 4))
+    data = {"datasets": [{"name": "v", "path": str(tmp_path / "v.jsonl")}]}
+    table = {**data, "validation": data, "packing": {"algorithm": algorithm}}
+    pipeline = Pipeline(
+        parse_recipe(table, seq_len=64, tokenizer_path=str(tokenizer)).for_validation()
+    )
+
+    def steps(ranks: int) -> list[str]:
+        streams = batch_streams(pipeline, batch=18, run=Run(ranks, 0, micro_batch=3))
+        shares = [list(stream) for stream in streams]
+        for stream in streams:
+            stream.close()
+        assert len({len(share) for share in shares}) == 1
+        each = 6 // ranks
+        out = []
+        for at in range(0, len(shares[0]), each):
+            parts = [part for share in shares for part in share[at : at + each]]
+            rows = [np.stack(row) for part in parts for row in zip(*part, strict=True)]
+            out.append(digest([row.astype("<i4") for row in rows]))
+        return out
+
+    want = steps(1)
+    pairs = sum(len(t) + 1 for t in pseudo_texts(150, 4))
+    assert len(want) >= pairs / 64 / 18 > 10
+    assert steps(ranks) == want
 
 
 def zephon_threads() -> list[str]:

@@ -124,7 +124,9 @@ class Lane:
         """The token ids of a referenced stretch of a document, one more than its pairs."""
         feed = self._feeds[reference.dataset]
         block = feed.read(reference.ordinal, reference.block)
-        document = block.document(reference.row) if reference.row < len(block) else ()
+        document = np.empty(0, dtype=np.int32)
+        if reference.row < len(block):
+            document = block.document(reference.row)
         if reference.stop >= len(document):
             raise StateError(
                 f"lane {self.cursor.lane}: the checkpoint refers to tokens up to {reference.stop} "

@@ -20,7 +20,7 @@ from torchtitan_zephon.recipe import (
     integer_weights,
 )
 from torchtitan_zephon.sources.dataset import Dataset
-from torchtitan_zephon.sources.feed import Feed, Position
+from torchtitan_zephon.sources.feed import Feed, Position, Walk
 from torchtitan_zephon.sources.storage import SourceError
 
 _SAMPLED_DOCUMENTS = 32
@@ -72,16 +72,18 @@ class Pipeline:
         recipe = self.recipe
         feeds = [
             Feed(
-                dataset,
-                lane=cursor.lane,
-                lanes=self.lanes,
-                seed=recipe.seed,
-                random_order=recipe.shuffle.order == "random",
-                passes=recipe.passes,
-                tokenize=self.tokenizer.encode,
-                position=Position(*at),
-                empty=empty,
-                executor=executor,
+                Walk(
+                    dataset=dataset,
+                    lane=cursor.lane,
+                    lanes=self.lanes,
+                    seed=recipe.seed,
+                    random_order=recipe.shuffle.order == "random",
+                    passes=recipe.passes,
+                    tokenize=self.tokenizer.encode,
+                ),
+                Position(*at),
+                empty,
+                executor,
             )
             for dataset, (_, at), empty in zip(
                 self.datasets, cursor.positions, cursor.empty, strict=True

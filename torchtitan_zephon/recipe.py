@@ -158,8 +158,6 @@ class Recipe:
     resume: ResumeConfig = field(default_factory=ResumeConfig)
 
     def faults(self) -> Iterator[str]:
-        if not self.datasets:
-            yield "datasets: at least one [[zephon.datasets]] table is needed"
         for where, group in (("", self.datasets), ("validation.", self.validation.datasets)):
             names = [d.name for d in group]
             for name in sorted({n for n in names if names.count(n) > 1}):
@@ -210,7 +208,9 @@ def parse_recipe(
         if name in table:
             faults.append(f"zephon.{name}: no such setting")
     table = {k: v for k, v in table.items() if k not in ("seq_len", "passes")}
-    recipe = read_table(Recipe, {"datasets": [], **table, "seq_len": seq_len}, "zephon", faults)
+    if table.setdefault("datasets", []) == []:
+        faults.append("zephon.datasets: at least one [[zephon.datasets]] table is needed")
+    recipe = read_table(Recipe, {**table, "seq_len": seq_len}, "zephon", faults)
     if recipe is not None and not recipe.tokenizer.path:
         tokenizer = dataclasses.replace(recipe.tokenizer, path=tokenizer_path or "")
         recipe = dataclasses.replace(recipe, tokenizer=tokenizer)

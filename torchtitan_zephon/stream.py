@@ -59,7 +59,7 @@ def sequence_digest(inputs: np.ndarray, labels: np.ndarray, positions: np.ndarra
     """SHA-256 of one sequence: its three int32 rows [seq_len], little-endian, one after another."""
     digest = hashlib.sha256()
     for row in (inputs, labels, positions):
-        digest.update(np.ascontiguousarray(row, dtype="<i4"))
+        digest.update(np.ascontiguousarray(row, dtype="<i4").data)
     return digest.digest()
 
 

@@ -3,14 +3,14 @@
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
+from torchtitan_zephon.titan.config import ModelConfig, resize_model
 from torchtitan_zephon.titan.cpu import adapt_config_for_cpu, use_cpu_if_no_accelerator
 
 
 def tiny() -> Trainer.Config:
     """The debug model with one layer."""
     config = llama3_debugmodel()
-    assert config.model_spec is not None
-    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    resize_model(config, ModelConfig(module="llama3", config="debug", layers=1), faults=[])
     adapt_config_for_cpu(config)
     return config
 

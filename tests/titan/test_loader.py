@@ -1,5 +1,6 @@
 """The loader as TorchTitan builds it: batches, parity with the stock loader, checks at start."""
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,24 @@ def test_validation_is_one_pass_in_file_order_and_ends_on_all_ranks_together(
         assert int((labels != -100).sum()) == 5 * 8
         for loader in loaders:
             loader.close()
+
+
+def test_a_validation_loader_that_is_dropped_half_read_ends_its_threads_without_garbage_collection(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    """TorchTitan's Validator closes no loader, and its Trainer turns the collector off."""
+    path = write_jsonl(tmp_path / "v.jsonl", ["0123456"] * 500)
+    data = {"datasets": [{"name": "v", "path": str(path)}]}
+    table = {**data, "validation": data, "runtime": {"threads": 2}}
+    gc.disable()
+    try:
+        loader = build(table, tmp_path, tokenizer, seq_len=8, validation=True)
+        next(loader)
+        threads = [t for t in threading.enumerate() if t.name.startswith("zephon")]
+        assert len(threads) >= 2
+        del loader
+        for thread in threads:
+            thread.join(timeout=20)
+        assert not any(thread.is_alive() for thread in threads)
+    finally:
+        gc.enable()

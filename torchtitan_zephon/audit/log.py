@@ -92,7 +92,11 @@ class AuditLog:
             if line["recipe"] == self._recipe:
                 self._logged[line["step"], line["sequences"]] = line["sha256"]
                 self._chain[line["step"]] = line["chain"]
-        self._known = {(c["lane"], c["segment"]) for c in read_lines(folder / CURSORS)}
+        self._known = {
+            (c["lane"], c["segment"])
+            for c in read_lines(folder / CURSORS)
+            if c["recipe"] == self._recipe
+        }
         self._start = hashlib.sha256(fingerprint.encode()).hexdigest()
         self._path = folder / BATCHES
         self._batches = _open(folder / BATCHES)

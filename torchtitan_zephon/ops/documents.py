@@ -53,6 +53,12 @@ class Rows:
     """Places filled with padding."""
 
 
+def reference_to(place: list[int], start: int, stop: int) -> Reference:
+    """A stretch of the document at ``place``: dataset, ordinal, block and row."""
+    dataset, ordinal, block, row = place
+    return Reference(dataset, ordinal, block, row, start, stop)
+
+
 class Packer(Protocol):
     """The accumulator that fills the rows of one segment after another.
 

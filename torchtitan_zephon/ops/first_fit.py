@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from torchtitan_zephon.ops.documents import IGNORE_LABEL, Documents, Reference, Rows
+from torchtitan_zephon.ops.documents import IGNORE_LABEL, Documents, Reference, Rows, reference_to
 
 _Piece = tuple[Reference, np.ndarray]
 
@@ -39,7 +39,7 @@ class FirstFit:
             if self.full:
                 return i
             tokens = documents.tokens[bounds[i] : bounds[i + 1]]
-            self._place(Reference(*place, 0, len(tokens) - 1), tokens)
+            self._place(reference_to(place, 0, len(tokens) - 1), tokens)
         return len(documents)
 
     def _place(self, reference: Reference, tokens: np.ndarray) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from torchtitan_zephon.ops.documents import IGNORE_LABEL, Documents, Reference, Rows
+from torchtitan_zephon.ops.documents import IGNORE_LABEL, Documents, Reference, Rows, reference_to
 
 
 class Wrap:
@@ -78,7 +78,7 @@ class Wrap:
         if len(inputs) > size:
             done = size - int(first_pair[last])
             stop = int(starts[last] + lengths[last] - 1)
-            reference = Reference(*places[last].tolist(), int(starts[last]) + done, stop)
+            reference = reference_to(places[last].tolist(), int(starts[last]) + done, stop)
             # A copy, lest the tail keep its whole block in memory.
             self._tail = reference, tokens[len(tokens) - (len(inputs) - size) - 1 :].copy()
             inputs, labels = inputs[:size], labels[:size]

@@ -10,10 +10,15 @@ import numpy as np
 from torchtitan_zephon.order import derive_key
 from torchtitan_zephon.recipe import DatasetConfig
 from torchtitan_zephon.sources import jsonl, parquet
-from torchtitan_zephon.sources.storage import Shard, SourceError, find_shards, read_range
+from torchtitan_zephon.sources.storage import (
+    COMPRESSED,
+    Shard,
+    SourceError,
+    find_shards,
+    read_range,
+)
 
 _FORMATS = {"jsonl": jsonl, "parquet": parquet}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 _SAMPLE_BLOCKS = 256
 _SAMPLE_BYTES = 1 << 16  # bytes a sampled block; a dataset of up to 256 of them is hashed whole
 
@@ -108,7 +113,7 @@ class Dataset:
 
 def _format_of(config: DatasetConfig, shards: list[Shard]) -> str:
     for shard in shards:
-        if shard.path.endswith(_COMPRESSED):
+        if shard.path.endswith(COMPRESSED):
             raise SourceError(
                 f"path {config.path!r}: {shard.name!r} is compressed; compressed shards cannot be "
                 "cut into chunks: unpack them, or convert them to Parquet"

@@ -51,36 +51,80 @@ class Position:
 Tokenize = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
 
 
-class Feed:
-    """The documents of ``dataset`` that belong to one lane of ``lanes``, from ``position`` on.
+@dataclass(frozen=True)
+class Walk:
+    """The endless walk of one lane over a dataset, as a function of where it starts.
 
-    The walk visits lane positions ``lane + k * lanes`` of the endless list of epochs. With an
-    ``executor`` the next block is read and tokenized there while the current one is used; the
-    documents are the same.
+    Position ``k`` of the walk is position ``lane + k * lanes`` of the endless list of epochs.
+    """
+
+    dataset: Dataset
+    lane: int
+    lanes: int
+    seed: int
+    random_order: bool
+    """Whether chunks, and documents inside a block, are visited in keyed random order."""
+    passes: int | None
+    """Epochs after which the walk ends; None for never."""
+    tokenize: Tokenize
+
+    def blocks(self, ordinal: int, number: int) -> Iterator[Block]:
+        """The blocks from number ``number`` of chunk ``ordinal`` on.
+
+        Raises:
+            SourceError: there is nothing to train on in the dataset.
+        """
+        name, chunks = self.dataset.name, self.dataset.num_chunks
+        barren = 0
+        while True:
+            epoch, index = divmod(self.lane + ordinal * self.lanes, chunks)
+            if self.passes is not None and epoch >= self.passes:
+                return
+            chunk = index
+            if self.random_order:
+                chunk = permute(index, chunks, derive_key(self.seed, "chunks", name, epoch))
+            for texts in self.dataset.blocks(chunk, number):
+                if self.random_order:
+                    key = derive_key(self.seed, "documents", name, epoch, chunk, number)
+                    texts = [texts[i] for i in shuffled(len(texts), key).tolist()]
+                block = _tokenized(ordinal, number, texts, self.tokenize)
+                barren = 0 if len(block) else barren + 1
+                yield block
+                number += 1
+            barren += 1
+            # By chance alone a lane misses the one good chunk of a dataset this often less than
+            # once in e**20 cases; an endless search must become an error.
+            if barren > 1000 + 40 * chunks:
+                raise SourceError(
+                    f"dataset {name!r}: {barren} chunks in a row gave no document of two tokens or "
+                    "more; remove the dataset, or check its text_field"
+                )
+            ordinal, number = ordinal + 1, 0
+
+
+class Feed:
+    """The documents of a walk, in order, from ``position`` on.
+
+    With an ``executor`` the next block is read and tokenized there while the current one is used;
+    the documents are the same.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
-        *,
-        lane: int,
-        lanes: int,
-        seed: int,
-        random_order: bool,
-        passes: int | None,
-        tokenize: Tokenize,
+        walk: Walk,
         position: Position,
         empty: int = 0,
         executor: Executor | None = None,
     ):
-        self.dataset = dataset
+        self.dataset = walk.dataset
         self.position = position
         self.empty = empty
         """Documents behind that held nothing to predict."""
-        self._lane, self._lanes, self._seed = lane, lanes, seed
-        self._random, self._passes, self._tokenize = random_order, passes, tokenize
+        self._walk = walk
+        # Of the walk, not of this feed: a generator that held its feed would make a cycle, which
+        # TorchTitan, with the garbage collector off, would keep for ever.
+        self._blocks = walk.blocks(position.ordinal, position.block)
         self._executor = executor
-        self._walk = self._blocks_from(position.ordinal, position.block)
         self._ahead: Future[Block | None] | None = None
         self._block: Block | None = None
         self._ended = False
@@ -96,16 +140,19 @@ class Feed:
                 self.position.row = 0
             block = self._next()
             if block is None:
+                if self._block is not None:
+                    # Behind the last block, lest a walk from here read it again.
+                    self.position.ordinal, self.position.block = self._block.ordinal + 1, 0
                 self._ended, self._block = True, None
                 break
-            if self._block is None and self.position.row > len(block):
-                raise SourceError(
-                    f"dataset {self.dataset.name!r}, lane {self._lane}: the checkpoint stands at "
-                    f"document {self.position.row} of a block that has {len(block)} now; the data "
-                    "changed since it was saved"
-                )
-            if self._block is None and (block.ordinal, block.number) != self._place():
-                self.position.row = 0
+            if self._block is None:
+                there = (block.ordinal, block.number) == self._place()
+                if self.position.row > (len(block) if there else 0):
+                    raise SourceError(
+                        f"dataset {self.dataset.name!r}, lane {self._walk.lane}: the checkpoint "
+                        f"stands at document {self.position.row} of a block that has "
+                        f"{len(block) if there else 0} now; the data changed since it was saved"
+                    )
             self._block = block
             self.position.ordinal, self.position.block = block.ordinal, block.number
         return None
@@ -121,10 +168,10 @@ class Feed:
             self._block.number,
         ):
             return self._block
-        block = next(self._blocks_from(ordinal, number), None)
+        block = next(self._walk.blocks(ordinal, number), None)
         if block is None or (block.ordinal, block.number) != (ordinal, number):
             raise SourceError(
-                f"dataset {self.dataset.name!r}, lane {self._lane}: block {number} of chunk "
+                f"dataset {self.dataset.name!r}, lane {self._walk.lane}: block {number} of chunk "
                 f"{ordinal}, where the checkpoint stands, is not there any more; the data changed"
             )
         return block
@@ -134,40 +181,12 @@ class Feed:
 
     def _next(self) -> Block | None:
         if self._executor is None:
-            return next(self._walk, None)
-        ahead = self._ahead or self._executor.submit(next, self._walk, None)
+            return next(self._blocks, None)
+        ahead = self._ahead or self._executor.submit(next, self._blocks, None)
         block = ahead.result()
         # One block ahead at most, so the walk is never run by two threads at a time.
-        self._ahead = self._executor.submit(next, self._walk, None) if block is not None else None
+        self._ahead = self._executor.submit(next, self._blocks, None) if block is not None else None
         return block
-
-    def _blocks_from(self, ordinal: int, number: int) -> Iterator[Block]:
-        name, chunks = self.dataset.name, self.dataset.num_chunks
-        barren = 0
-        while True:
-            epoch, index = divmod(self._lane + ordinal * self._lanes, chunks)
-            if self._passes is not None and epoch >= self._passes:
-                return
-            chunk = index
-            if self._random:
-                chunk = permute(index, chunks, derive_key(self._seed, "chunks", name, epoch))
-            for texts in self.dataset.blocks(chunk, number):
-                if self._random:
-                    key = derive_key(self._seed, "documents", name, epoch, chunk, number)
-                    texts = [texts[i] for i in shuffled(len(texts), key).tolist()]
-                block = _tokenized(ordinal, number, texts, self._tokenize)
-                barren = 0 if len(block) else barren + 1
-                yield block
-                number += 1
-            barren += 1
-            # By chance alone a lane misses the one good chunk of a dataset this often less than
-            # once in e**20 cases; an endless search must become an error.
-            if barren > 1000 + 40 * chunks:
-                raise SourceError(
-                    f"dataset {name!r}: {barren} chunks in a row gave no document of two tokens or "
-                    "more; remove the dataset, or check its text_field"
-                )
-            ordinal, number = ordinal + 1, 0
 
 
 def _tokenized(ordinal: int, number: int, texts: list[str], tokenize: Tokenize) -> Block:

@@ -47,7 +47,14 @@ def read_blocks(
                 end = (hi - group * parts) * rows // parts
                 width = max(1, meta.column(column).total_uncompressed_size // max(1, rows))
                 step = max(1, _BLOCK_BYTES // width)
-                yield from _rows(file, shard, group, begin, end, step, text_field, first_row)
+                texts = _rows(file, shard, group, begin, end, step, text_field, first_row)
+                try:
+                    yield from texts
+                except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                    raise SourceError(
+                        f"{shard.path}, row group {group}, column {text_field!r}: cannot be "
+                        f"read: {error}"
+                    ) from error
             first_row += rows
 
 
@@ -59,7 +66,8 @@ def _column(file: pq.ParquetFile, shard: Shard, text_field: str) -> int:
             " (set text_field)"
         )
     kind = file.schema_arrow.field(text_field).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if value not in (pa.string(), pa.large_string(), pa.string_view()):
         raise SourceError(f"{shard.path}: column {text_field!r} holds {kind}, not strings")
     return next(
         i

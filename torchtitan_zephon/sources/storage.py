@@ -6,6 +6,9 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+"""Endings of compressed files, which are found only to be refused."""
+
 
 class SourceError(ValueError):
     """Data that cannot be found or read: says what, where and what to do."""
@@ -49,12 +52,16 @@ def find_shards(
         if not found:
             raise SourceError(f"path {path!r}: no file matches this glob")
         base = root[: root.index(next(c for c in root if c in "*?["))].rpartition("/")[0]
+        found = {p: info for p, info in found.items() if not _hidden(p[len(base) :])}
+        if not found:
+            raise SourceError(f"path {path!r}: only hidden files (. or _) match this glob")
     elif fs.isdir(root):
         base = root.rstrip("/")
+        wanted = suffixes + tuple(s + c for s in suffixes for c in COMPRESSED)
         found = {
             p: info
             for p, info in fs.find(root, detail=True).items()
-            if p.endswith(suffixes) and not _hidden(p[len(base) :])
+            if p.endswith(wanted) and not _hidden(p[len(base) :])
         }
         if not found:
             raise SourceError(

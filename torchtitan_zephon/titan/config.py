@@ -6,12 +6,11 @@ are reported at once, in one `ConfigError`.
 """
 
 import dataclasses
+import importlib
 import json
 import os
-import typing
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,8 +28,9 @@ from torchtitan.tools import filesystem
 from torchtitan.trainer import Trainer
 
 from torchtitan_zephon.recipe import RecipeError, parse_recipe
-from torchtitan_zephon.settings import check_value, nearest, read_table
+from torchtitan_zephon.settings import nearest, read_table
 from torchtitan_zephon.titan.cpu import adapt_config_for_cpu, cpu_faults, running_on_cpu
+from torchtitan_zephon.titan.fields import changed_fields
 from torchtitan_zephon.titan.loader import ZephonDataLoader
 
 OPTIMIZER = frozenset(f.name for f in dataclasses.fields(OptimizersContainer.Config))
@@ -54,6 +54,8 @@ class ModelConfig:
     """A model that TorchTitan knows, `llama3`, or the dotted path of a config registry."""
     config: str
     """The entry of that registry to start from, `llama3_debugmodel`."""
+    flavor: str | None = None
+    """Another size of the model than the entry's, by its name in TorchTitan: `1B`."""
     layers: int | None = None
     """Keep only the first so many layers."""
     vocab_size: int | None = None
@@ -88,7 +90,7 @@ def load_config(argv: list[str]) -> Trainer.Config:
     if model is None:
         raise ConfigError(source, faults)
     config = registry_entry(model, source)
-    shrink_model(config, model, faults)
+    resize_model(config, model, faults)
     if running_on_cpu():
         adapt_config_for_cpu(config)
     # Without validation, because settings of several tables may fit only once flags are applied.
@@ -137,8 +139,12 @@ def use_zephon(config: Trainer.Config, table: dict[str, Any], faults: list[str])
     if recipe.lanes == "auto" and (checkpoint := find_checkpoint_to_load(config)):
         meta = read_loader_meta(checkpoint)
         recipe = dataclasses.replace(recipe, lanes=meta["lanes"]) if meta else recipe
+    model = config.model_spec.model if config.model_spec else None
     loader = ZephonDataLoader.Config(
-        recipe=recipe, global_batch_size=batch, dump_folder=config.dump_folder
+        recipe=recipe,
+        global_batch_size=batch,
+        dump_folder=config.dump_folder,
+        model_vocab_size=model.vocab_size if isinstance(model, Decoder.Config) else 0,
     )
     config.dataloader = loader
     if recipe.validation.datasets:
@@ -220,13 +226,31 @@ def registry_entry(model: ModelConfig, source: str) -> Trainer.Config:
     return config
 
 
-def shrink_model(config: Trainer.Config, model: ModelConfig, faults: list[str]) -> None:
-    """Keep the first `layers` layers and resize the vocabulary to `vocab_size`, where given."""
+def _registry_of(module: str) -> Any:
+    """The Python module with the `model_registry` of a `[model] module`."""
+    try:
+        return importlib.import_module(f"torchtitan.models.{module}")
+    except ImportError:
+        return importlib.import_module(module)
+
+
+def resize_model(config: Trainer.Config, model: ModelConfig, faults: list[str]) -> None:
+    """Take the `flavor`, its first `layers` layers, and a vocabulary of `vocab_size`, as given."""
+    if model.flavor is not None:
+        try:
+            config.model_spec = _registry_of(model.module).model_registry(model.flavor)
+        except (ImportError, AttributeError, KeyError):
+            faults.append(
+                f"model.flavor = {model.flavor!r}: {model.module} has no such flavor; TorchTitan "
+                "lists them beside the model_registry function of the module"
+            )
+            return
     decoder = config.model_spec.model if config.model_spec else None
-    if model.layers is None and model.vocab_size is None:
-        return
     if not isinstance(decoder, Decoder.Config):
-        faults.append(f"model.layers, model.vocab_size: {model.config} is not a decoder")
+        if (model.flavor, model.layers, model.vocab_size) != (None, None, None):
+            faults.append(
+                f"model.flavor, layers, vocab_size: {model.config} is no decoder, and keeps its own"
+            )
         return
     if model.layers is not None:
         if model.layers > len(decoder.layers):
@@ -236,8 +260,9 @@ def shrink_model(config: Trainer.Config, model: ModelConfig, faults: list[str]) 
         decoder.vocab_size = model.vocab_size
         decoder.tok_embeddings.num_embeddings = model.vocab_size
         decoder.lm_head.out_features = model.vocab_size
+    if model.flavor is not None or model.vocab_size is not None:
         for _, loss, _, _ in config.loss.traverse(CrossEntropyLoss.Config):
-            cast(CrossEntropyLoss.Config, loss).global_vocab_size = model.vocab_size
+            cast(CrossEntropyLoss.Config, loss).global_vocab_size = decoder.vocab_size
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -253,112 +278,6 @@ def read_toml(path: str) -> dict[str, Any]:
     except tomli.TOMLDecodeError as error:
         place = f"{path}:{error.lineno}:{error.colno}"
         raise ConfigError(path, [f"{place}: not valid TOML: {error.msg}"]) from error
-
-
-def changed_fields(
-    config: Any, table: dict[str, Any], where: str, faults: list[str]
-) -> dict[str, Any]:
-    """New values for the fields of the dataclass `config` that `table` names, checked by type."""
-    fields = {f.name for f in dataclasses.fields(config) if f.name != "model_spec"}
-    hints = typing.get_type_hints(type(config), include_extras=True)
-    changes: dict[str, Any] = {}
-    # Fields first: arguments of optimizers are set in the param_groups that the table gives.
-    for key, value in sorted(table.items(), key=lambda entry: entry[0] not in fields):
-        at = f"{where}.{key}" if where else key
-        before = len(faults)
-        if key in fields:
-            new = new_value(getattr(config, key), value, hints[key], at, faults)
-        elif where == "optimizer" and hasattr(config, "param_groups"):
-            key, new = "param_groups", optimizer_argument(config, key, value, changes, faults)
-        else:
-            shown = "" if isinstance(value, dict | list) else f" = {value!r}"
-            known = fields if where else fields | {"model", "zephon"}
-            faults.append(f"{at}{shown}: no such setting; {nearest(key, known)}")
-            continue
-        if len(faults) == before:
-            changes[key] = new
-    return changes
-
-
-def new_value(old: Any, value: Any, hint: Any, at: str, faults: list[str]) -> Any:
-    """What the TOML value `value` of the setting `at` makes of the field that holds `old`."""
-    if variants := _variants(hint):
-        if isinstance(value, dict) and "mode" in value:
-            value = dict(value)
-            mode = value.pop("mode")
-            if mode not in variants:
-                faults.append(f"{at}.mode = {mode!r}: {nearest(str(mode), variants)}")
-                return None
-            if not isinstance(old, variants[mode]):
-                old = variants[mode]() if variants[mode] is not type(None) else None
-        if old is None and value:
-            faults.append(f"{at}: has no settings in this mode; mode is one of {list(variants)}")
-            return None
-        hint = type(old)
-    if old is None and hint is type(None):
-        return None
-    if dataclasses.is_dataclass(old):
-        if not isinstance(value, dict):
-            faults.append(f"{at} = {value!r}: expected a table, [{at}]")
-            return None
-        changes = changed_fields(old, value, at, faults)
-        return _attempt(partial(dataclasses.replace, old, **changes), at, faults)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is list and dataclasses.is_dataclass(args[0]) and isinstance(value, list):
-        entries = {f"{at}[{i}]": entry for i, entry in enumerate(value)}
-        return [
-            _attempt(partial(read_table, args[0], entry, name, faults), name, faults)
-            for name, entry in entries.items()
-        ]
-    if origin is typing.Literal and value not in args:
-        faults.append(f"{at} = {value!r}: {nearest(str(value), map(str, args))}")
-        return None
-    try:
-        return check_value(value, hint, at, faults)
-    except TypeError:  # msgspec knows no such type: a callable, say
-        faults.append(f"{at}: cannot be set from a TOML file")
-        return None
-
-
-def optimizer_argument(
-    config: Any, key: str, value: Any, changes: dict[str, Any], faults: list[str]
-) -> Any:
-    """Parameter groups with `key`, `lr` say, set in each whose optimizer is given it.
-
-    TorchTitan keeps these arguments in a dict; the old value's type is the one to check against.
-    """
-    groups = changes.get("param_groups", config.param_groups)
-    known = {k for group in groups for k in group.optimizer_kwargs}
-    if key not in known:
-        names = known | {f.name for f in dataclasses.fields(config)}
-        faults.append(f"optimizer.{key} = {value!r}: no such setting; {nearest(key, names)}")
-    new = []
-    for group in groups:
-        arguments = dict(group.optimizer_kwargs)
-        if key in arguments:
-            at = f"optimizer.{key}"
-            arguments[key] = check_value(value, type(arguments[key]), at, faults)
-        new.append(dataclasses.replace(group, optimizer_kwargs=arguments))
-    return new
-
-
-def _variants(hint: Any) -> dict[str, type]:
-    """The classes among which a field chooses, by the names TorchTitan gives them on its CLI."""
-    named: dict[str, type] = {}
-    for option in typing.get_args(hint):
-        for note in getattr(option, "__metadata__", ()):
-            if getattr(note, "name", None):
-                named[note.name] = option.__origin__
-    return named
-
-
-def _attempt(build: Callable[[], Any], at: str, faults: list[str]) -> Any:
-    """`build()`, or None and a fault with what its `__post_init__` objects to."""
-    try:
-        return build()
-    except (ValueError, AssertionError) as error:
-        faults.append(f"[{at}]: {error}")
-        return None
 
 
 def find_checkpoint_to_load(config: Trainer.Config) -> str | None:
