@@ -262,3 +262,26 @@ def test_no_runtime_setting_changes_a_byte(
     runs = [Run(2, 5), Run(3, 5)]
     assert changed.fingerprint == plain.fingerprint
     assert global_batches(changed, batch=6, runs=runs) == global_batches(plain, batch=6, runs=runs)
+
+
+@pytest.mark.parametrize("algorithm", ["wrap", "first_fit"])
+def test_what_waits_in_a_lane_does_not_grow_with_the_length_of_the_run(
+    algorithm: str, tokenizer: Path, folder: Path
+) -> None:
+    """Also not where documents are very unequally long, from one byte to many rows."""
+    some = ["x" * (n % 5 + 1) for n in range(100)] + ["y" * 300, "z" * 37] * 10
+    table = {
+        "lanes": 2,
+        "datasets": [{"name": "a", "path": some, "format": "jsonl"}],
+        "packing": {"algorithm": algorithm, "open_bins": 4},
+    }
+    pipeline = pipeline_of(table, folder, tokenizer, 32)
+    for number in range(2):
+        lane = pipeline.lane(pipeline.start(number))
+        for _ in range(300):
+            lane.produce(8)
+            unfinished = lane.cursor.unfinished
+            # wrap: the tail of one document. first_fit: four open rows and the rest of a document,
+            # and in a row at most 16 documents of two pairs.
+            assert len(unfinished) <= (1 if algorithm == "wrap" else 5)
+            assert all(len(row) <= 16 for row in unfinished)

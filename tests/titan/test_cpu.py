@@ -152,6 +152,13 @@ def test_settings_that_need_an_accelerator_are_named_one_by_one():
     ]
 
 
+def test_nothing_changes_where_torch_reports_an_accelerator(monkeypatch):
+    before = {n: getattr(utils, n) for n in ("device_type", "device_module", "get_local_device")}
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert use_cpu_if_no_accelerator() is False
+    assert {n: getattr(utils, n) for n in before} == before
+
+
 @pytest.mark.slow
 def test_the_first_losses_are_the_same_under_every_parallelism(tmp_path):
     config = write_config(tmp_path)

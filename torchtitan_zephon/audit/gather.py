@@ -16,7 +16,7 @@ from torchtitan_zephon.audit.log import AuditLog, Share
 logger = logging.getLogger(__name__)
 
 _LOOK_UP = timedelta(seconds=1)  # between two looks whether the run has ended
-_LAST_WAIT = 15  # looks that the last steps' shares are given after the run's end
+_LAST_WAIT = 5  # looks that the last steps' shares are given after the run's end
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Writer:
                 self._store.wait(keys, _LOOK_UP)
                 break
             except RuntimeError:  # the time is over (DistStoreError), or the store is gone
-                if self._ending.is_set():
+                if self._ending.wait(0.1):  # a store that is gone answers at once: do not spin
                     looks += 1
                     if looks >= _LAST_WAIT:
                         return None

@@ -19,8 +19,9 @@ from torchtitan_zephon.sources.storage import (
 )
 
 _FORMATS = {"jsonl": jsonl, "parquet": parquet}
-_SAMPLE_BLOCKS = 256
-_SAMPLE_BYTES = 1 << 16  # bytes a sampled block; a dataset of up to 256 of them is hashed whole
+_HASHED_WHOLE = 1 << 24  # bytes up to which a dataset's contents are hashed, not a sample of them
+_SAMPLE_BLOCKS = 64
+_SAMPLE_BYTES = 1 << 14  # bytes a sampled block: 1 MiB in all, for every rank reads them
 
 
 class Dataset:
@@ -77,7 +78,7 @@ class Dataset:
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the data: shards with sizes, and a hash of (a sample of) their bytes.
 
-        Up to 16 MiB are hashed whole; of more, 256 blocks of 64 KiB at places spread over the
+        Up to 16 MiB are hashed whole; of more, 64 blocks of 16 KiB at places spread over the
         dataset, so that the cost does not grow with it.
         """
         catalogue = hashlib.sha256()
@@ -94,14 +95,8 @@ class Dataset:
 
     def _content_digest(self) -> str:
         starts = np.concatenate([[0], np.cumsum([s.size for s in self.shards])])
-        stride = max(_SAMPLE_BYTES, self.bytes // _SAMPLE_BLOCKS)
         digest = hashlib.sha256()
-        for number, at in enumerate(range(0, self.bytes, stride)):
-            # Each sampled block lies at a keyed place in its stretch: an edit that repeats at a
-            # regular distance would otherwise be missed for ever.
-            room = min(stride, self.bytes - at) - _SAMPLE_BYTES
-            at += derive_key("content sample", number) % (room + 1) if room > 0 else 0
-            left = min(_SAMPLE_BYTES, self.bytes - at)
+        for at, left in self._sample():
             index = int(np.searchsorted(starts, at, side="right")) - 1
             while left > 0:
                 offset = at - int(starts[index])
@@ -109,6 +104,22 @@ class Dataset:
                 digest.update(data)
                 at, left, index = at + len(data), left - len(data), index + 1
         return digest.hexdigest()
+
+    def _sample(self) -> list[tuple[int, int]]:
+        """Places and lengths of what is hashed, in bytes of all shards laid end to end."""
+        if self.bytes <= _HASHED_WHOLE:
+            return [(0, self.bytes)]
+        stride = self.bytes // _SAMPLE_BLOCKS
+        # Each block lies at a keyed place in its stretch: an edit that repeats at a regular
+        # distance would otherwise be missed for ever.
+        return [
+            (
+                number * stride
+                + derive_key("content sample", number) % (stride - _SAMPLE_BYTES + 1),
+                _SAMPLE_BYTES,
+            )
+            for number in range(_SAMPLE_BLOCKS)
+        ]
 
 
 def _format_of(config: DatasetConfig, shards: list[Shard]) -> str:
