@@ -32,15 +32,13 @@ def faults_of(table: dict[str, Any], **given: Any) -> list[str]:
 
 
 def weights(*values: float) -> list[int]:
-    return integer_weights(
-        tuple(DatasetConfig(name=str(i), path="p", weight=w) for i, w in enumerate(values))
-    )
+    return integer_weights(values)
 
 
 def test_the_smallest_recipe_is_one_dataset_and_has_documented_defaults():
     recipe = parse({"datasets": [WEB]})
     assert recipe.datasets == (DatasetConfig(name="web", path="data/web", weight=1.0),)
-    assert (recipe.seq_len, recipe.seed, recipe.lanes, recipe.passes) == (8, 0, "auto", None)
+    assert (recipe.seq_len, recipe.seed, recipe.lanes, recipe.passes) == (8, 0, "auto", 0)
     assert recipe.tokenizer.path == "tokenizer"
     assert recipe.packing.algorithm == "wrap"
     assert recipe.shuffle == ShuffleConfig(buffer_size=1000, order="random")
@@ -116,8 +114,40 @@ def test_a_dataset_may_serve_both_training_and_validation():
             {"runtime": {"prefetch_steps": 0}},
             "zephon.runtime.prefetch_steps = 0: must be from 1 to 1024",
         ),
-        ({"passes": 2}, "zephon.passes: no such setting"),
-        ({"seq_len": 8}, "zephon.seq_len: no such setting"),
+        ({"passes": -2}, "zephon.passes = -2: must be 0 or more"),
+        ({"seq_len": 8}, "zephon.seq_len: no such setting; it is training.seq_len"),
+        (
+            {"on_exhausted": "halt"},
+            "zephon.on_exhausted = 'halt': known here: drop, repeat, stop",
+        ),
+        (
+            {"phases": [{"from_tokens": 5, "weights": {"wbe": 1}}]},
+            "zephon.phases[0].weights.wbe: no such dataset; did you mean 'web'?",
+        ),
+        (
+            {"phases": [{"from_tokens": 5, "weights": {"web": 0}}]},
+            "zephon.phases[0].weights.web = 0.0: must be a finite number above 0",
+        ),
+        (
+            {"phases": [{"from_tokens": t, "weights": {"web": 1}} for t in (5, 5)]},
+            "zephon.phases[1].from_tokens = 5: must be above the one before",
+        ),
+        (
+            {"operators": [{"kind": "map", "function": "a:b", "datasets": ["wbe"]}]},
+            "zephon.operators[0].datasets: no dataset 'wbe'; did you mean 'web'?",
+        ),
+        (
+            {"operators": [{"kind": "mop", "function": "a:b"}]},
+            "zephon.operators[0].kind = 'mop': did you mean 'map'?",
+        ),
+        (
+            {"packing": {"long_documents": "drop"}},
+            "zephon.packing.long_documents = 'drop': wrap splits documents",
+        ),
+        (
+            {"packing": {"max_documents": 3}},
+            "zephon.packing.max_documents = 3: not with algorithm = 'wrap', which fills every row",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_full_name(table, fault):

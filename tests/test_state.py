@@ -386,8 +386,9 @@ def test_a_recipe_change_that_is_accepted_goes_on_and_shares_follow_the_new_weig
     state = stream.state_dict()
     stream.close()
     for lane in state["lane"].values():
-        positions = json.loads(lane)["positions"]
-        tokens = {name: at[3] for name, at in positions.items()}
+        entry = json.loads(lane)
+        drawn = zip(entry["positions"].items(), entry["base"], strict=True)
+        tokens = {name: at[3] - before for (name, at), before in drawn}
         longest = max(len(byte_ids("0000" * 9)), len(byte_ids("000" * 7))) - 1
         # a leads or trails its tenth by less than a document.
         assert abs(tokens["a"] - sum(tokens.values()) / 10) <= longest

@@ -9,7 +9,9 @@ import numpy as np
 
 from torchtitan_zephon.ops.documents import Packer, Reference, Rows
 from torchtitan_zephon.ops.mix import Mixture
-from torchtitan_zephon.sources.feed import Feed
+from torchtitan_zephon.sources.storage import SourceError
+
+_MOST_DRAWN = 1000  # tokens drawn for each place of a segment, before it is a fault
 
 
 class StateError(ValueError):
@@ -26,10 +28,18 @@ class Cursor:
     """For each dataset by name: chunk ordinal, block, row, tokens drawn so far."""
     unfinished: tuple[tuple[Reference, ...], ...] = ()
     """Unfinished work by reference, row by row, as the packer's ``flush`` returned it."""
+    left_out: tuple[tuple[int, int], ...] = ()
+    """For each dataset, documents so far that held nothing to predict, and that were filtered."""
+    trained: int = 0
+    """Tokens so far that went into rows: with those ``unfinished`` and ``dropped``, all drawn."""
     padding: int = 0
     """Places padded so far."""
-    empty: tuple[int, ...] = ()
-    """For each dataset, documents so far that held nothing to predict."""
+    dropped: int = 0
+    """Tokens so far of long documents that were dropped, as ``long_documents`` asks for."""
+    phase: int = 0
+    """Which phase of the mixture the lane is in."""
+    base: tuple[int, ...] = ()
+    """For each dataset, tokens drawn before the phase began."""
 
     def to_json(self) -> str:
         """A line that a person can read, with a check sum behind it."""
@@ -38,8 +48,12 @@ class Cursor:
             "segment": self.segment,
             "positions": {name: list(at) for name, at in self.positions},
             "unfinished": [[list(r) for r in row] for row in self.unfinished],
+            "left_out": [list(counts) for counts in self.left_out],
+            "trained": self.trained,
             "padding": self.padding,
-            "empty": list(self.empty),
+            "dropped": self.dropped,
+            "phase": self.phase,
+            "base": list(self.base),
         }
         entry["check"] = _check_sum(entry)
         return json.dumps(entry, ensure_ascii=False, separators=(",", ":"))
@@ -63,8 +77,12 @@ class Cursor:
                 segment=entry["segment"],
                 positions=tuple((n, tuple(at)) for n, at in entry["positions"].items()),
                 unfinished=tuple(tuple(Reference(*r) for r in row) for row in entry["unfinished"]),
+                left_out=tuple((empty, filtered) for empty, filtered in entry["left_out"]),
+                trained=entry["trained"],
                 padding=entry["padding"],
-                empty=tuple(entry["empty"]),
+                dropped=entry["dropped"],
+                phase=entry["phase"],
+                base=tuple(entry["base"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(
@@ -81,11 +99,11 @@ def _check_sum(entry: dict[str, Any]) -> str:
 class Lane:
     """Makes segment after segment of one lane, from a cursor on."""
 
-    def __init__(self, feeds: list[Feed], weights: list[int], packer: Packer, cursor: Cursor):
+    def __init__(self, mixture: Mixture, packer: Packer, cursor: Cursor):
         self.cursor = cursor
         """Where the next segment starts."""
-        self._feeds = feeds
-        self._mixture = Mixture(feeds, weights)
+        self._feeds = mixture.feeds
+        self._mixture = mixture
         self._packer = packer
         self._restored = False
 
@@ -98,12 +116,21 @@ class Lane:
             self._restored = True
         packer, mixture = self._packer, self._mixture
         packer.begin(rows)
+        start, places = sum(f.position.tokens for f in self._feeds), packer.wanted()
         while not packer.full:
             documents = mixture.window(packer.wanted())
             if documents is None:
                 packer.close()
                 break
             mixture.advance(documents, packer.push(documents))
+            drawn = sum(feed.position.tokens for feed in self._feeds) - start
+            # Where nearly all is dropped, a search for what fits must become an error.
+            if drawn > _MOST_DRAWN * (places + 1):
+                raise SourceError(
+                    f"lane {self.cursor.lane}: {drawn:,} tokens were drawn for a segment of {rows} "
+                    "rows that is still not full: nearly all documents are longer than a row, and "
+                    "zephon.packing.long_documents = 'drop' leaves them out"
+                )
         made = packer.take()
         before = self.cursor
         self.cursor = Cursor(
@@ -115,8 +142,12 @@ class Lane:
                 for p in (f.position,)
             ),
             unfinished=tuple(tuple(row) for row in packer.flush()),
+            left_out=tuple((f.empty, f.filtered) for f in self._feeds),
+            trained=before.trained + int((made.pieces[:, 7] - made.pieces[:, 6]).sum()),
             padding=before.padding + made.padding,
-            empty=tuple(f.empty for f in self._feeds),
+            dropped=before.dropped + made.dropped,
+            phase=mixture.phase,
+            base=mixture.base,
         )
         return made
 

@@ -1,15 +1,16 @@
 """What decides the stream: the ``[zephon]`` tables as checked, frozen dataclasses."""
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
-from torchtitan_zephon.settings import read_table
+from torchtitan_zephon.settings import nearest, read_table
 
 FORMAT_VERSION = 1
 """Version of the stream and of the checkpoint; a change of either is a change of this number."""
@@ -41,6 +42,10 @@ class DatasetConfig:
     """Format of the shards; ``auto`` goes by the file name's ending."""
     text_field: str = "text"
     """Key (JSONL) or column (Parquet) that holds the text."""
+    passes: int | None = None
+    """Times it is gone through, 0 for ever; by default as ``zephon.passes`` says."""
+    group: str = ""
+    """Datasets of one group may share a row where ``packing.homogeneous = "group"``."""
 
     def faults(self) -> Iterator[str]:
         if not self.name:
@@ -49,6 +54,8 @@ class DatasetConfig:
             yield "path: must not be empty"
         if not (math.isfinite(self.weight) and self.weight > 0):
             yield f"weight = {self.weight}: must be a finite number above 0"
+        if self.passes is not None and self.passes < 0:
+            yield f"passes = {self.passes}: must be 0 or more"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +73,72 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """Records are conversations, of which the assistant's part is trained on."""
+
+    messages_field: str = "messages"
+    """Key of a record's messages: a list of objects with ``role`` and ``content``."""
+    prompt_field: str = ""
+    """With ``response_field``, for records without messages: key of the user's text."""
+    response_field: str = ""
+    """Key of the assistant's text, see ``prompt_field``."""
+    template: str = ""
+    """Path of a Jinja chat template. Empty: the tokenizer folder's ``chat_template.jinja``, else
+    ``chat_template`` in its ``tokenizer_config.json``."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """Further variables for the template, such as ``enable_thinking``."""
+    date: str = ""
+    """Today's date for templates that ask for it, as ``2026-01-31``. Empty: they are told none, for
+    the stream must not depend on the day."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Tokens that are loss targets: what the assistant writes, or everything."""
+
+    def faults(self) -> Iterator[str]:
+        if bool(self.prompt_field) != bool(self.response_field):
+            missing = "response_field" if self.prompt_field else "prompt_field"
+            yield f"{missing}: missing; prompt_field and response_field come together"
+        if not self.messages_field and not self.prompt_field:
+            yield "messages_field: must not be empty"
+        for name in sorted({"messages", "add_generation_prompt"} & set(self.variables)):
+            yield f"variables.{name}: set for each conversation, so it cannot be given here"
+        if self.date:
+            try:
+                datetime.date.fromisoformat(self.date)
+            except ValueError:
+                yield f"date = {self.date!r}: must be a date such as '2026-01-31', or empty"
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackingConfig:
     """How documents become rows of ``seq_len`` tokens."""
 
-    algorithm: Literal["wrap", "first_fit"] = "wrap"
-    """``wrap`` concatenates and cuts, with no padding; ``first_fit`` keeps documents whole."""
+    algorithm: Literal["wrap", "first_fit", "best_fit", "best_fit_wrap", "none"] = "wrap"
+    """``wrap`` concatenates and cuts, with no padding. ``first_fit`` and ``best_fit`` keep
+    documents whole in the first, or the tightest, open row with room. ``best_fit_wrap`` splits one
+    only to finish a row. ``none`` gives each document a row of its own."""
     open_bins: int = 16
-    """``first_fit``: rows kept open in each lane."""
+    """Rows kept open in each lane; not for ``wrap`` and ``none``."""
+    max_documents: int = 0
+    """Documents, or stretches of them, that a row may hold; 0 for any number. Not for ``wrap``."""
+    homogeneous: Literal["off", "full", "group"] = "off"
+    """Whether a row holds only one dataset (``full``), or only datasets of one ``group``; not for
+    ``wrap``."""
+    long_documents: Literal["split", "truncate", "drop"] = "split"
+    """What becomes of a document longer than a row: pieces of a row each, its first row only, or
+    nothing; what is dropped is counted. Not for ``wrap`` and ``best_fit_wrap``, which split."""
 
     def faults(self) -> Iterator[str]:
         if not 1 <= self.open_bins <= 1024:
             yield f"open_bins = {self.open_bins}: must be from 1 to 1024"
+        if self.max_documents < 0:
+            yield f"max_documents = {self.max_documents}: must be 0 or more"
+        default = PackingConfig()
+        if self.algorithm == "wrap":
+            for name in ("max_documents", "homogeneous"):
+                if (value := getattr(self, name)) != getattr(default, name):
+                    yield f"{name} = {value!r}: not with algorithm = 'wrap', which fills every row"
+        if self.algorithm in ("wrap", "best_fit_wrap") and self.long_documents != "split":
+            yield f"long_documents = {self.long_documents!r}: {self.algorithm} splits documents"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +147,48 @@ class ShuffleConfig:
 
     buffer_size: int = 1000
     """Sequences shuffled among each other, summed over all lanes; 0 leaves them in order."""
+    seed: int | None = None
+    """Of the order in which shuffled sequences go out; by default ``zephon.seed``."""
     order: Literal["random", "sequential"] = "random"
     """Order in which chunks of the files, and documents inside a chunk, are visited."""
 
     def faults(self) -> Iterator[str]:
         if self.buffer_size < 0:
             yield f"buffer_size = {self.buffer_size}: must be 0 or more"
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            yield f"seed = {self.seed}: must be from 0 to 2**63-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """Other weights from a number of tokens on: a step of a curriculum."""
+
+    from_tokens: int
+    """Tokens of the run from which on the weights hold; 0 for those that it begins with."""
+    weights: dict[str, float]
+    """Weight of each dataset by name; one that is not named is left out while the phase lasts."""
+
+    def faults(self) -> Iterator[str]:
+        if self.from_tokens < 0:
+            yield f"from_tokens = {self.from_tokens}: must be 0 or more"
+        for name, weight in self.weights.items():
+            if not (math.isfinite(weight) and weight > 0):
+                yield f"weights.{name} = {weight}: must be a finite number above 0"
+        if not self.weights:
+            yield "weights: must name a dataset"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorConfig:
+    """A function of the user's on records, before they are tokenized."""
+
+    kind: Literal["map", "filter", "flat_map"]
+    """``map``: record -> record. ``filter``: record -> whether it stays. ``flat_map``: record ->
+    records. A record is a dict as it stands in the file."""
+    function: str
+    """Its import path, ``module:function``."""
+    datasets: tuple[str, ...] = ()
+    """Names of the datasets that it is for; none means all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +201,21 @@ class RuntimeConfig:
     """Optimizer steps prepared ahead of training."""
     threads: int = 1
     """Threads that read and tokenize; 1 does it all in the one producer thread."""
+    runner: Literal["threads", "processes", "inline"] = "threads"
+    """Where operators' functions run: in the threads that read, in as many ``processes`` (for
+    functions that are slow Python), or ``inline``, with no thread but the producer."""
+    extra_fields: tuple[Literal["document_ids", "cu_seqlens"], ...] = ()
+    """What batches hold besides inputs, labels and positions. TorchTitan hands it to the model."""
+    stall_warning_seconds: float = 60.0
+    """Seconds that training waits for data before a warning tells what the loader is doing."""
 
     def faults(self) -> Iterator[str]:
         if not 1 <= self.prefetch_steps <= 1024:
             yield f"prefetch_steps = {self.prefetch_steps}: must be from 1 to 1024"
         if not 1 <= self.threads <= 256:
             yield f"threads = {self.threads}: must be from 1 to 256"
+        if not self.stall_warning_seconds > 0:
+            yield f"stall_warning_seconds = {self.stall_warning_seconds}: must be above 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +254,21 @@ class Recipe:
     lanes: int | Literal["auto"] = "auto"
     """Number of logical streams. ``auto``: the largest divisor of the global batch up to 64, or on
     resume the checkpoint's."""
-    passes: int | None = None
-    """Times the data is gone through; None for ever."""
+    passes: int = 0
+    """Times that each dataset is gone through; 0 for ever."""
+    on_exhausted: Literal["drop", "stop", "repeat"] = "drop"
+    """When a dataset has had its passes: go on without it, stop when it would be drawn from, or let
+    it begin again until all datasets have had theirs."""
+    work_source: str = "weights"
+    """What draws the next document: the ``weights``, ``sequential`` (dataset after dataset), or the
+    import path, ``module:Class``, of a class with a method ``choose`` (see ``ops/mix.py``)."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """Weights that change with the number of tokens trained on."""
+    operators: tuple[OperatorConfig, ...] = ()
+    """Functions on records, in this order."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    chat: ChatConfig | None = None
+    """With this table, records are conversations."""
     packing: PackingConfig = field(default_factory=PackingConfig)
     shuffle: ShuffleConfig = field(default_factory=ShuffleConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -164,11 +283,14 @@ class Recipe:
                 yield f"{where}datasets: {names.count(name)} datasets are named {name!r}"
             if not names:
                 continue
-            if max(integer_weights(group)).bit_length() > MAX_WEIGHT_BITS:
+            if max(integer_weights([d.weight for d in group])).bit_length() > MAX_WEIGHT_BITS:
                 yield (
                     f"{where}datasets: weights {[d.weight for d in group]} differ too much to be "
                     "compared exactly; use fewer digits or closer weights"
                 )
+        if self.passes < 0:
+            yield f"passes = {self.passes}: must be 0 or more"
+        yield from self._name_faults()
         if not 0 <= self.seed < 2**63:
             yield f"seed = {self.seed}: must be from 0 to 2**63-1"
         if self.lanes != "auto" and not 1 <= self.lanes <= _MAX_LANES:
@@ -176,14 +298,59 @@ class Recipe:
         if self.seq_len < 1:
             yield f"seq_len = {self.seq_len}: training.seq_len must be 1 or more"
 
-    def for_validation(self) -> "Recipe":
-        """The recipe of the validation stream: one lane, so the same rows at any rank count."""
+    def _name_faults(self) -> Iterator[str]:
+        known = {d.name for d in self.datasets}
+        for i, phase in enumerate(self.phases):
+            for name in phase.weights:
+                if name not in known:
+                    yield f"phases[{i}].weights.{name}: no such dataset; {nearest(name, known)}"
+            if i and phase.from_tokens <= self.phases[i - 1].from_tokens:
+                yield f"phases[{i}].from_tokens = {phase.from_tokens}: must be above the one before"
+        for i, operator in enumerate(self.operators):
+            for name in operator.datasets:
+                if name not in known:
+                    yield f"operators[{i}].datasets: no dataset {name!r}; {nearest(name, known)}"
+        if self.phases and self.work_source != "weights":
+            yield f"work_source = {self.work_source!r}: not with phases, which change weights"
+
+    def all_faults(self) -> Iterator[str]:
+        """What types cannot say is wrong, of all tables, each with its full name."""
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            for i, part in enumerate(value if isinstance(value, tuple) else [value]):
+                label = getattr(part, "name", i)
+                where = f"{f.name}[{label}]" if isinstance(value, tuple) else f.name
+                for fault in getattr(part, "faults", tuple)():
+                    yield f"zephon.{where}.{fault}"
+        yield from (f"zephon.{fault}" for fault in self.faults())
+
+    def to_table(self) -> dict[str, Any]:
+        """The ``[zephon]`` table that ``parse_recipe`` makes this recipe of, without defaults."""
+        table = _without_defaults(self)
+        del table["seq_len"]  # it is training.seq_len
+        return table
+
+    @property
+    def finite(self) -> bool:
+        """Whether the data ends."""
+        finite = [(self.passes if d.passes is None else d.passes) > 0 for d in self.datasets]
+        return any(finite) if self.on_exhausted == "stop" else all(finite)
+
+    def for_validation(self, name: str = "") -> "Recipe":
+        """The recipe of a validation stream: one lane, so the same rows at any rank count.
+
+        ``name`` is one of the validation datasets; empty for all of them.
+        """
         return dataclasses.replace(
             self,
-            datasets=self.validation.datasets,
+            datasets=tuple(d for d in self.validation.datasets if name in ("", d.name)),
             validation=ValidationConfig(),
             lanes=1,
             passes=1,
+            on_exhausted="drop",
+            work_source="weights",
+            phases=(),
+            operators=tuple(o for o in self.operators if not o.datasets),
             shuffle=ShuffleConfig(buffer_size=0, order="sequential"),
             audit=AuditConfig(enable=False),
         )
@@ -203,13 +370,14 @@ def parse_recipe(
         RecipeError: with every fault found, each naming its setting in full.
     """
     faults: list[str] = []
-    # What comes from elsewhere, or is not offered yet, may not be set in the table.
-    for name in ("seq_len", "passes"):
-        if name in table:
-            faults.append(f"zephon.{name}: no such setting")
-    table = {k: v for k, v in table.items() if k not in ("seq_len", "passes")}
+    if "seq_len" in table:
+        faults.append("zephon.seq_len: no such setting; it is training.seq_len")
+    table = dict(table)
     if table.setdefault("datasets", []) == []:
         faults.append("zephon.datasets: at least one [[zephon.datasets]] table is needed")
+    if "chat" in table:
+        # A conversation cut in two teaches an answer without its question.
+        table.setdefault("packing", {"algorithm": "best_fit", "long_documents": "drop"})
     recipe = read_table(Recipe, {**table, "seq_len": seq_len}, "zephon", faults)
     if recipe is not None and not recipe.tokenizer.path:
         tokenizer = dataclasses.replace(recipe.tokenizer, path=tokenizer_path or "")
@@ -219,15 +387,31 @@ def parse_recipe(
     return recipe
 
 
-def integer_weights(datasets: tuple[DatasetConfig, ...]) -> list[int]:
-    """The weights as the smallest integers in the same ratio (to 9 significant digits each)."""
-    exact = [
-        Fraction(f"{d.weight:.9g}") if math.isfinite(d.weight) and d.weight > 0 else Fraction(1)
-        for d in datasets
-    ]
+def _without_defaults(config: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        missing = dataclasses.MISSING
+        default = f.default if f.default_factory is missing else f.default_factory()
+        if value == default or value is None:
+            continue
+        if dataclasses.is_dataclass(value):
+            value = _without_defaults(value)
+        elif isinstance(value, tuple):
+            value = [_without_defaults(v) if dataclasses.is_dataclass(v) else v for v in value]
+        table[f.name] = value
+    return table
+
+
+def integer_weights(weights: Sequence[float]) -> list[int]:
+    """Weights as the smallest whole numbers in the same ratio, 9 significant digits of each.
+
+    What is not finite or below 0 counts as 0: such weights are refused elsewhere.
+    """
+    exact = [Fraction(f"{w:.9g}") if math.isfinite(w) and w > 0 else Fraction(0) for w in weights]
     whole = math.lcm(*(f.denominator for f in exact))
     integers = [int(f * whole) for f in exact]
-    common = math.gcd(*integers)
+    common = math.gcd(*integers) or 1
     return [i // common for i in integers]
 
 

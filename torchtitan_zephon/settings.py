@@ -73,6 +73,9 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _read_field(value: Any, hint: Any, where: str, faults: list[str]) -> Any:
+    parts = [part for part in typing.get_args(hint) if dataclasses.is_dataclass(part)]
+    if parts and type(None) in typing.get_args(hint):
+        hint = parts[0]  # a table that may be left out
     if dataclasses.is_dataclass(hint):
         return read_table(typing.cast(type, hint), value, where, faults)
     args = typing.get_args(hint)

@@ -16,7 +16,7 @@ from torchtitan_zephon.recipe import FORMAT_VERSION, differences
 logger = logging.getLogger(__name__)
 
 # Recipe fields that a place in the data depends on; a place means nothing under other values.
-_PLACE_FIELDS = ("seed", "tokenizer", "shuffle.order")
+_PLACE_FIELDS = ("seed", "tokenizer", "chat", "shuffle.order", "operators")
 _META_KEYS = ("steps", "sequences", "lanes", "segment_rows", "fingerprint", "recipe")
 
 
@@ -42,6 +42,14 @@ def save_state(
         "meta": json.dumps(meta, ensure_ascii=False),
         "lane": {f"{lane:05d}": entry for lane, (_, entry) in entries.items()},
     }
+
+
+def saved_lanes(state: dict[str, Any]) -> int | None:
+    """The number of lanes that a state was saved with, None where it does not tell."""
+    try:
+        return json.loads(state["meta"])["lanes"]
+    except (ValueError, KeyError, TypeError):
+        return None  # damaged, which read_meta reports
 
 
 def read_meta(state: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
@@ -129,8 +137,8 @@ def read_cursors(
 def _adapted(cursor: Cursor, old: dict[str, Any], pipeline: Pipeline) -> Cursor:
     """The cursor under a changed recipe: places that still mean something are kept.
 
-    A dataset whose places mean nothing any more goes on with its next chunk. Token counts restart
-    when the mixture changed, so that shares follow the new weights from here on.
+    A dataset whose places mean nothing any more goes on with its next chunk. When the mixture
+    changed, shares follow the new weights from here on, whatever they were before.
     """
     new = pipeline.identity
     same_places = all(_field(old, f) == _field(new, f) for f in _PLACE_FIELDS)
@@ -138,33 +146,36 @@ def _adapted(cursor: Cursor, old: dict[str, Any], pipeline: Pipeline) -> Cursor:
         name: same_places and _data_only(old["datasets"].get(name)) == _data_only(d)
         for name, d in new["datasets"].items()
     }
-    same_mixture = {n: (d["place"], d["weight"]) for n, d in old["datasets"].items()} == {
-        n: (d["place"], d["weight"]) for n, d in new["datasets"].items()
-    }
-    known, empty = dict(cursor.positions), dict(zip(old["datasets"], cursor.empty, strict=True))
+    same_mixture = _mixture_only(old) == _mixture_only(new)
+    known = dict(cursor.positions)
+    left_out = dict(zip(known, cursor.left_out, strict=True))
     positions = []
     for dataset in pipeline.datasets:
         ordinal, block, row, tokens = known.get(dataset.name, (0, 0, 0, 0))
         if dataset.name in known and not same_data[dataset.name]:
             ordinal, block, row = ordinal + 1, 0, 0
-        positions.append((dataset.name, (ordinal, block, row, tokens if same_mixture else 0)))
+        positions.append((dataset.name, (ordinal, block, row, tokens)))
     unfinished = cursor.unfinished
     same_rows = all(old[f] == new[f] for f in ("seq_len", "packing"))
+    lost = 0
     if not (same_rows and same_mixture and all(same_data.values())):
         lost = sum(r.stop - r.start for row in unfinished for r in row)
-        if lost:
-            logger.warning(
-                "lane %d: %d tokens that were read but not trained on yet are dropped, because the "
-                "changed recipe packs other rows",
-                cursor.lane,
-                lost,
-            )
         unfinished = ()
+    if lost:
+        logger.warning(
+            "lane %d: %d tokens that were read but not trained on yet are dropped, because the "
+            "changed recipe packs other rows",
+            cursor.lane,
+            lost,
+        )
     return dataclasses.replace(
         cursor,
         positions=tuple(positions),
         unfinished=unfinished,
-        empty=tuple(empty.get(d.name, 0) for d in pipeline.datasets),
+        left_out=tuple(left_out.get(d.name, (0, 0)) for d in pipeline.datasets),
+        dropped=cursor.dropped + lost,
+        phase=cursor.phase if same_mixture else 0,
+        base=cursor.base if same_mixture else tuple(at[3] for _, at in positions),
     )
 
 
@@ -175,4 +186,9 @@ def _field(identity: dict[str, Any], name: str) -> Any:
 
 
 def _data_only(dataset: dict[str, Any] | None) -> dict[str, Any]:
-    return {k: v for k, v in (dataset or {}).items() if k not in ("place", "weight")}
+    return {k: v for k, v in (dataset or {}).items() if k in ("content", "catalogue", "text_field")}
+
+
+def _mixture_only(identity: dict[str, Any]) -> Any:
+    datasets = {n: (d["place"], d["weight"]) for n, d in identity["datasets"].items()}
+    return datasets, identity["phases"], identity["work_source"]

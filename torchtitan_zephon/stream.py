@@ -7,9 +7,10 @@ slice of ``B / G``. So what a step holds depends on neither ``G`` nor anything e
 
 import hashlib
 import logging
+import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from torchtitan_zephon.lane import Cursor, Lane
 from torchtitan_zephon.ops.documents import IGNORE_LABEL, Rows
+from torchtitan_zephon.ops.functions import ProcessRunner, activities, apply_functions
 from torchtitan_zephon.ops.shuffle import emission_order
 from torchtitan_zephon.pipeline import Pipeline
 from torchtitan_zephon.state import next_number, read_cursors, read_meta, save_state
@@ -39,13 +41,18 @@ def step_slice(
 
 
 def lanes_of_rank(
-    batch: int, lanes: int, rank: int, ranks: int, first: int | None = None
+    batch: int, lanes: int, rank: int, ranks: int, first: int | None = None, finite: bool = False
 ) -> list[int]:
     """The lanes that a rank's slices touch in any step of a run.
+
+    Of a ``finite`` run it is all lanes: no rank may end before the last lane does, and how many
+    rows a lane has is known only to who makes them.
 
     ``first`` is where the run starts; None means that it is not known yet, and gives the lanes for
     every place where it may start.
     """
+    if finite:
+        return list(range(lanes))
     if batch % lanes == 0:
         starts = [0]  # every step takes the same number of each lane, wherever it starts
     elif first is None:
@@ -55,10 +62,13 @@ def lanes_of_rank(
     return sorted({int(x) for s in starts for x in step_slice(s, batch, lanes, rank, ranks)[0]})
 
 
-def sequence_digest(inputs: np.ndarray, labels: np.ndarray, positions: np.ndarray) -> bytes:
-    """SHA-256 of one sequence: its three int32 rows [seq_len], little-endian, one after another."""
+def sequence_digest(*rows: np.ndarray) -> bytes:
+    """SHA-256 of one sequence: inputs, labels and positions in a row, as little-endian int32.
+
+    Given as three arrays [seq_len] or as one [3, seq_len].
+    """
     digest = hashlib.sha256()
-    for row in (inputs, labels, positions):
+    for row in rows:
         digest.update(np.ascontiguousarray(row, dtype="<i4").data)
     return digest.digest()
 
@@ -70,27 +80,27 @@ class _LaneReader:
         self._pipeline = pipeline
         self._lane = lane
         self._size = pipeline.segment_rows
-        self._rows: Rows | None = None
-        self._order = np.empty(0, dtype=np.int64)
+        self._order: list[int] = []
         self._entries: dict[int, str] = {}
+        self.rows = np.empty((0, 3, 0), dtype=np.int32)
+        """The segment's inputs, labels and positions, int32 [rows, 3, seq_len]."""
+        self.tokens = np.empty((0, 0), dtype=np.int64)
+        """Tokens of each dataset in each row, int64 [rows, datasets]."""
         self._note(lane.cursor)
 
     def _note(self, cursor: Cursor) -> None:
         self._entries = {s: t for s, t in self._entries.items() if s >= cursor.segment - 1}
         self._entries[cursor.segment] = cursor.to_json()
 
-    def row(self, number: int) -> tuple[Rows, int] | None:
-        """The rows that sequence ``number`` lies in, and which of them it is; None past the end.
+    def row(self, number: int) -> int | None:
+        """Which row of the segment, then in ``rows``, is sequence ``number``; None past the end.
 
         Asked for in rising order, since segments that are behind are not kept.
         """
         segment, place = divmod(number, self._size)
         self._produce_to(segment)
         assert self._lane.cursor.segment == segment + 1, "a lane is read forwards only"
-        if place >= len(self._order):
-            return None
-        assert self._rows is not None
-        return self._rows, int(self._order[place])
+        return self._order[place] if place < len(self._order) else None
 
     def entry(self, number: int) -> tuple[int, str]:
         """The segment that ``number`` lies in, and the JSON of the cursor at its start."""
@@ -100,16 +110,24 @@ class _LaneReader:
 
     def _produce_to(self, segment: int) -> None:
         while self._lane.cursor.segment <= segment:
-            cursor = self._lane.cursor
-            self._rows = self._lane.produce(self._size)
-            self._order = emission_order(
-                self._pipeline.recipe.shuffle,
-                self._pipeline.recipe.seed,
-                cursor.lane,
-                cursor.segment,
-                len(self._rows.inputs),
+            cursor, recipe = self._lane.cursor, self._pipeline.recipe
+            made = self._lane.produce(self._size)
+            # One array of all three, so that a row is hashed and handed out in one piece.
+            self.rows = np.stack([made.inputs, made.labels, made.positions], axis=1)
+            self.tokens = _tokens_by_row(made, len(self._pipeline.datasets))
+            order = emission_order(
+                recipe.shuffle, recipe.seed, cursor.lane, cursor.segment, len(self.rows)
             )
+            self._order = order.tolist()
             self._note(self._lane.cursor)
+
+
+def _tokens_by_row(made: Rows, datasets: int) -> np.ndarray:
+    """Tokens of each dataset in each row, int64 [rows, datasets]."""
+    tokens = np.zeros((len(made.inputs), datasets), dtype=np.int64)
+    row, dataset, start, stop = (made.pieces[:, i] for i in (0, 2, 6, 7))
+    np.add.at(tokens, (row, dataset), stop - start)
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -148,17 +166,33 @@ class Steps:
     ):
         self._pipeline, self._batch, self._rank, self._ranks = pipeline, batch, rank, ranks
         self._consumed, self._digests = consumed, digests
-        threads = pipeline.recipe.runtime.threads
-        self._pool = ThreadPoolExecutor(threads, "zephon-worker") if threads > 1 else None
+        runtime, apply = pipeline.recipe.runtime, apply_functions
+        self._threads = self._processes = None
+        if runtime.threads > 1 and runtime.runner != "inline":
+            self._threads = ThreadPoolExecutor(runtime.threads, "zephon-worker")
+        if runtime.runner == "processes" and pipeline.functions:
+            # Spawned, not forked: the training process has threads, and an accelerator perhaps.
+            context = multiprocessing.get_context("spawn")
+            self._processes = ProcessPoolExecutor(runtime.threads, mp_context=context)
+            apply = ProcessRunner(self._processes, runtime.threads)
+        seq_len, finite = pipeline.recipe.seq_len, pipeline.recipe.finite
+        self._padding = np.stack(
+            [
+                np.full(seq_len, pipeline.tokenizer.eos_id or 0, dtype=np.int32),
+                np.full(seq_len, IGNORE_LABEL, dtype=np.int32),
+                np.arange(seq_len, dtype=np.int32),
+            ]
+        )
         self._readers = {
-            lane: _LaneReader(pipeline, pipeline.lane(cursors[lane], self._pool))
-            for lane in lanes_of_rank(batch, pipeline.lanes, rank, ranks, consumed)
+            lane: _LaneReader(pipeline, pipeline.lane(cursors[lane], self._threads, apply))
+            for lane in lanes_of_rank(batch, pipeline.lanes, rank, ranks, consumed, finite)
         }
 
     def close(self) -> None:
-        """End the worker threads."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        """End the worker threads and processes."""
+        for pool in (self._threads, self._processes):
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
 
     def entries(self, consumed: int) -> dict[int, tuple[int, str]]:
         """For each lane of the rank: the segment of its next sequence and that segment's cursor."""
@@ -182,48 +216,34 @@ class Steps:
         lane, number = step_slice(
             self._consumed, self._batch, pipeline.lanes, self._rank, self._ranks
         )
-        shape = (len(lane), pipeline.recipe.seq_len)
-        pad_id = pipeline.tokenizer.eos_id or 0
-        inputs = np.full(shape, pad_id, dtype=np.int64)
-        labels = np.full(shape, IGNORE_LABEL, dtype=np.int64)
-        positions = np.tile(np.arange(shape[1], dtype=np.int64), (shape[0], 1))
+        sequences = np.empty((3, len(lane), pipeline.recipe.seq_len), dtype=np.int64)
         tokens = np.zeros(len(pipeline.datasets), dtype=np.int64)
         digests = []
         for i, (at_lane, at_number) in enumerate(zip(lane.tolist(), number.tolist(), strict=True)):
-            found = self._readers[at_lane].row(at_number)
-            if found is not None:
-                rows, row = found
-                inputs[i], labels[i] = rows.inputs[row], rows.labels[row]
-                positions[i] = rows.positions[row]
-                lo, hi = np.searchsorted(rows.pieces[:, 0], [row, row + 1])
-                mine = rows.pieces[lo:hi]
-                np.add.at(tokens, mine[:, 2], mine[:, 7] - mine[:, 6])
-                if self._digests:
-                    digests.append(
-                        sequence_digest(rows.inputs[row], rows.labels[row], rows.positions[row])
-                    )
-            elif self._digests:
-                digests.append(sequence_digest(inputs[i], labels[i], positions[i]))
+            reader = self._readers[at_lane]
+            row = reader.row(at_number)
+            if row is None:
+                sequence = self._padding
+            else:
+                sequence = reader.rows[row]
+                tokens += reader.tokens[row]
+            sequences[:, i] = sequence
+            if self._digests:
+                digests.append(sequence_digest(sequence))
         self._consumed += self._batch
-        return Step(
-            inputs,
-            labels,
-            positions,
-            digests,
-            tokens,
-            self._consumed,
-            self.entries(self._consumed),
-        )
+        inputs, labels, positions = sequences
+        entries = self.entries(self._consumed)
+        return Step(inputs, labels, positions, digests, tokens, self._consumed, entries)
 
     def _ended(self) -> bool:
-        """Whether a finite run has no sequence left at the start of the next step, on any rank.
-
-        Only with one lane does a rank see the whole stream, and finite runs have one lane.
-        """
-        if self._pipeline.recipe.passes is None:
+        """Whether a finite run has no sequence left, in any lane, at the start of the next step."""
+        if not self._pipeline.recipe.finite:
             return False
-        assert self._pipeline.lanes == 1
-        return self._readers[0].row(self._consumed) is None
+        lanes = self._pipeline.lanes
+        return all(
+            reader.row(next_number(self._consumed, lane, lanes)) is None
+            for lane, reader in self._readers.items()
+        )
 
 
 class BatchStream:
@@ -269,11 +289,17 @@ class BatchStream:
         """Optimizer steps of the run up to and with the last complete one."""
         # Asked for before anything is loaded, the state names every lane that may turn out to be
         # this rank's: checkpoint readers ask for the keys that it has.
-        lanes = lanes_of_rank(batch, pipeline.lanes, rank, ranks)
+        lanes = self._lanes(None)
         self._cursors = {lane: pipeline.start(lane) for lane in lanes}
         self._entries = _entries_of(self._cursors)
         self._warned = False
         self._reset()
+
+    def _lanes(self, first: int | None) -> list[int]:
+        pipeline = self.pipeline
+        return lanes_of_rank(
+            self._batch, pipeline.lanes, self._rank, self._ranks, first, pipeline.recipe.finite
+        )
 
     def _reset(self) -> None:
         self._steps: Steps | None = None
@@ -320,13 +346,24 @@ class BatchStream:
             for _ in range(self.pipeline.recipe.runtime.prefetch_steps):
                 self._ahead.append(self._producer.submit(self._produce))
         try:
-            step = self._ahead.popleft().result()
+            step = self._wait_for(self._ahead.popleft())
         except BaseException as error:
             self._error = error
             raise
         self._ahead.append(self._producer.submit(self._produce))
         self._exhausted = step is None
         return step
+
+    def _wait_for(self, ahead: Future[Step | None]) -> Step | None:
+        patience = self.pipeline.recipe.runtime.stall_warning_seconds
+        while True:
+            try:
+                return ahead.result(timeout=patience)
+            except TimeoutError:
+                if ahead.done():
+                    raise  # the loader's own, from storage say
+                doing = "; ".join(activities()) or "reading or tokenizing"
+                logger.warning("training has waited %g s for data; now: %s", patience, doing)
 
     def _produce(self) -> Step | None:
         # Always in the one producer thread, so steps are made in order and one at a time.
@@ -369,7 +406,32 @@ class BatchStream:
                 "be handed out again after a resume",
                 self._given,
             )
+        return self.last_state()
+
+    def last_state(self) -> dict[str, Any]:
+        """The state after the last complete step, whether or not a step is under way."""
         return save_state(self.pipeline, self.steps, self.consumed, self._entries)
+
+    @property
+    def given(self) -> int:
+        """Microbatches of the step under way that are handed out."""
+        return self._given // self._micro_batch if self._step is not None else 0
+
+    def statistics(self) -> dict[str, int]:
+        """Token and document counts of this rank's lanes, at the starts of their segments.
+
+        ``read == trained + pending + dropped``, in (input, label) pairs.
+        """
+        cursors = [Cursor.from_json(text, lane) for lane, (_, text) in self._entries.items()]
+        return {
+            "read": sum(at[3] for c in cursors for _, at in c.positions),
+            "trained": sum(c.trained for c in cursors),
+            "pending": sum(r.stop - r.start for c in cursors for row in c.unfinished for r in row),
+            "dropped": sum(c.dropped for c in cursors),
+            "padding": sum(c.padding for c in cursors),
+            "empty documents": sum(empty for c in cursors for empty, _ in c.left_out),
+            "filtered documents": sum(filtered for c in cursors for _, filtered in c.left_out),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state that ``state_dict`` of any rank count gave.
@@ -379,9 +441,7 @@ class BatchStream:
         """
         pipeline = self.pipeline
         meta = read_meta(state, pipeline)
-        lanes = lanes_of_rank(
-            self._batch, pipeline.lanes, self._rank, self._ranks, meta["sequences"]
-        )
+        lanes = self._lanes(meta["sequences"])
         self._cursors = read_cursors(state, meta, pipeline, lanes)
         self._stop()
         self._reset()

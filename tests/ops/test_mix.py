@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_zephon.ops.mix import Mixture
+from torchtitan_zephon.ops.mix import Mixture, Phase
 from torchtitan_zephon.sources.feed import Block, Position
 
 
@@ -31,7 +31,7 @@ class FakeFeed:
 
 
 def mixture(feeds: list[FakeFeed], weights: list[int]) -> Mixture:
-    return Mixture(feeds, weights)  # pyrefly: ignore[bad-argument-type]
+    return Mixture(feeds, (Phase(0, tuple(weights)),))  # pyrefly: ignore[bad-argument-type]
 
 
 def draw(mix: Mixture, count: int, wanted: int = 10, used: int = 10**9) -> list[tuple[int, int]]:

@@ -116,16 +116,16 @@ def test_compressed_shards_in_a_folder_are_refused_and_not_passed_over(tmp_path)
     assert "'b.jsonl.gz' is compressed" in refusal(tmp_path)
 
 
-def test_first_texts_pass_over_shards_without_documents(tmp_path):
+def test_first_pass_over_shards_without_documents(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\n" * 5000)
     write_jsonl(tmp_path / "b.jsonl", ["x", "y", "z"])
-    assert dataset(tmp_path).first_texts(2) == ["x", "y"]
+    assert dataset(tmp_path).first(2) == ["x", "y"]
 
 
-def test_a_dataset_of_blank_lines_has_no_first_texts(tmp_path):
+def test_a_dataset_of_blank_lines_has_no_first(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\n \r\n\t\n")
     with pytest.raises(SourceError, match="dataset 'web': its 1 shards hold no document"):
-        dataset(tmp_path).first_texts(1)
+        dataset(tmp_path).first(1)
 
 
 def test_opening_a_dataset_reads_none_of_its_files(tmp_path):

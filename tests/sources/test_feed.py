@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.toys import write_jsonl, write_parquet
+from torchtitan_zephon.ops.worker import Worker
 from torchtitan_zephon.recipe import DatasetConfig
 from torchtitan_zephon.sources.dataset import Dataset
 from torchtitan_zephon.sources.feed import Feed, Position, Walk
@@ -46,9 +47,10 @@ def feed(
         seed=seed,
         random_order=random_order,
         passes=passes,
-        tokenize=utf8,
+        endless=False,
+        worker=Worker((), None, utf8),
     )
-    return Feed(walk, position or Position(), empty, executor)
+    return Feed(walk, position or Position(), (empty, 0), executor)
 
 
 def draw(walk: Feed, limit: int = 10**9) -> list[str]:

@@ -56,6 +56,9 @@ buffer_size = 24
 [[zephon.validation.datasets]]
 name = "v"
 path = "{folder}/v.jsonl"
+[[zephon.validation.datasets]]
+name = "w"
+path = "{folder}/w.jsonl"
 """
 
 
@@ -65,6 +68,7 @@ def write_config(folder: Path, validate: str = "false") -> Path:
     write_jsonl(folder / "a.jsonl", [f"line {n} " * (n % 11) for n in range(200)])
     write_parquet(folder / "b.parquet", [f"row {n}, " * (n % 7) for n in range(300)], 50)
     write_jsonl(folder / "v.jsonl", [f"held out {n} " * (n % 5) for n in range(23)])
+    write_jsonl(folder / "w.jsonl", [f"other {n} " * (n % 4) for n in range(31)])
     path = folder / "train.toml"
     path.write_text(CONFIG.format(folder=folder, validate=validate), "utf-8")
     return path

@@ -37,9 +37,11 @@ def stopped_at_3(folder: Path, name: str) -> Path:
     return out
 
 
-def validation_losses(output: str) -> dict[int, float]:
-    found = re.findall(r"validate step:\s+(\d+)\s+loss:\s+([\d.]+)", output)
-    return {int(step): float(loss) for step, loss in found}
+def validation_losses(output: str) -> dict[int, tuple[float, float, float]]:
+    """At each step the losses of the sets v and w, and what TorchTitan logs as the loss."""
+    by_set = re.findall(r"validate step:\s+(\d+)\s+by set:\s+v: ([\d.]+)\s+w: ([\d.]+)", output)
+    means = dict(re.findall(r"validate step:\s+(\d+)\s+loss:\s+([\d.]+)", output))
+    return {int(step): (float(v), float(w), float(means[step])) for step, v, w in by_set}
 
 
 @pytest.mark.parametrize("ranks", [4, 1, 3])
@@ -54,6 +56,9 @@ def test_saved_on_2_ranks_it_resumes_on_4_1_and_3_with_the_same_global_batches(
     reference = validation_losses((folder / "output.txt").read_text())
     assert sorted(reference) == [1, 3, 6]
     assert validation_losses(output)[6] == pytest.approx(reference[6], abs=2e-3)
+    v, w, mean = reference[6]
+    assert mean == pytest.approx((v + w) / 2, abs=1e-4)
+    assert v != w
 
 
 def test_a_tensor_parallel_and_a_pipeline_parallel_run_have_the_same_global_batches(

@@ -9,6 +9,24 @@ IGNORE_LABEL = -100
 """Label of padding, which the loss leaves out (PyTorch's ``ignore_index``)."""
 
 
+def as_inputs(tokens: np.ndarray) -> np.ndarray:
+    """Token ids, whether they are loss targets or not.
+
+    A token that is read but not trained on, a user's turn in a chat say, is kept as the complement
+    ``~id`` of its id, which is negative: so what is masked goes where its token goes.
+    """
+    if len(tokens) == 0 or tokens.min() >= 0:
+        return tokens
+    return np.where(tokens < 0, ~tokens, tokens)
+
+
+def as_labels(tokens: np.ndarray) -> np.ndarray:
+    """Token ids as labels: ``IGNORE_LABEL`` for those that are not trained on."""
+    if len(tokens) == 0 or tokens.min() >= 0:
+        return tokens
+    return np.where(tokens < 0, IGNORE_LABEL, tokens)
+
+
 class Reference(NamedTuple):
     """A stretch of a document by where it is: what a checkpoint holds of unfinished work."""
 
@@ -27,7 +45,7 @@ class Documents:
     """Whole documents in the order in which a lane draws them."""
 
     tokens: np.ndarray
-    """Token ids, int32 [N]."""
+    """Token ids, complements where they are no loss targets, int32 [N]."""
     bounds: np.ndarray
     """Where documents begin and end in ``tokens``, int64 [n + 1]; each has two tokens or more."""
     places: np.ndarray
@@ -51,6 +69,8 @@ class Rows:
     """What the rows are made of, int64 [pieces, 8]: row, column, and the fields of Reference."""
     padding: int
     """Places filled with padding."""
+    dropped: int = 0
+    """Tokens of long documents that were dropped, as ``long_documents`` asks for."""
 
 
 def reference_to(place: list[int], start: int, stop: int) -> Reference:

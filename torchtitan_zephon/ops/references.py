@@ -65,25 +65,29 @@ def _from_lists(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 # -- Hugging Face folders ------------------------------------------------------------------------
 
-_NAMED_TOKENS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+NAMED_TOKENS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 
 
 def _hugging_face(folder: Path, parse: bool) -> Reference:
-    tokenizer = _read_folder(folder)
+    tokenizer = read_folder(folder)
     tokenizer.no_truncation()  # a limit meant for inference must not cut training documents
     tokenizer.no_padding()
     config = folder / "tokenizer_config.json"
     try:
         settings = json.loads(config.read_text("utf-8")) if config.exists() else {}
-        named = {name: settings.get(f"{name}_token") for name in _NAMED_TOKENS}
+        named = {name: settings.get(f"{name}_token") for name in NAMED_TOKENS}
+        listed = [added_token(t) for t in settings.get("added_tokens_decoder", {}).values()]
         tokenizer.add_special_tokens(
-            [_added_token(t) for t in named.values() if t is not None]
-            + [_added_token(t) for t in settings.get("added_tokens_decoder", {}).values()]
+            [added_token(t) for t in named.values() if t is not None]
+            + [t for t in listed if t.special]
         )
+        # Not as special ones, which Qwen's <think> and the like would become: they are always text
+        # of their own kind, and parsed.
+        tokenizer.add_tokens([t for t in listed if not t.special])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TokenizerError(f"{config}: {error!r}") from error
     bos_id, eos_id = (
-        None if named[n] is None else tokenizer.token_to_id(_content(named[n]))
+        None if named[n] is None else tokenizer.token_to_id(token_text(named[n]))
         for n in ("bos", "eos")
     )
     # What the tokenizer's own post-processing puts around a text; BOS and EOS join it only where
@@ -136,7 +140,7 @@ def _files_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_folder(folder: Path) -> Tokenizer:
+def read_folder(folder: Path) -> Tokenizer:
     if (folder / "tokenizer.json").exists():
         try:
             return Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -157,11 +161,11 @@ def _read_folder(folder: Path) -> Tokenizer:
     )
 
 
-def _content(token: Any) -> str:
+def token_text(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _added_token(token: Any) -> AddedToken:
+def added_token(token: Any) -> AddedToken:
     if not isinstance(token, dict):
         return AddedToken(token, special=True)
     return AddedToken(

@@ -21,4 +21,5 @@ def emission_order(
     """Which row of the segment goes out first, second and so on: int64 [rows]."""
     if config.buffer_size == 0:
         return np.arange(rows)
+    seed = seed if config.seed is None else config.seed
     return shuffled(rows, derive_key(seed, "sequences", lane, segment))

@@ -43,6 +43,12 @@ PROBE = (
 )
 """Texts on which a backend must agree with the reference; part of a tokenizer's identity."""
 
+# encode_batch wraps its result in Python objects at a tenth of a millisecond a call; for few texts
+# encode, at some microseconds each, is cheaper (256 KiB of text: 0.24 against 0.15 ms for 20 texts,
+# 0.63 against 0.58 for 100, 0.78 against 0.85 for 200).
+_BATCH_FROM = 150
+_NO_IDS = np.empty(0, dtype=np.uint32)
+
 _RENEW_CHECK = 1 << 26  # bytes of text between two looks at the memory of gigatoken's word cache
 _RENEW_GROWTH = 1 << 28  # growth of the process, in bytes, at which its instance is renewed
 
@@ -59,6 +65,8 @@ class DocumentTokenizer:
     """Ids put behind each document: EOS, where the tokenizer has one."""
     eos_id: int | None
     vocab_size: int
+    special_tokens: str
+    """Whether special tokens' texts in documents are ``text``, or are to be ``parse``-d."""
     backend: str
     identity: dict[str, Any]
     """Fingerprint: the tokenizer's contents and its reference's answer to the probe."""
@@ -127,6 +135,7 @@ def load_tokenizer(
         suffix=reference.suffix,
         eos_id=reference.eos_id,
         vocab_size=reference.vocab_size,
+        special_tokens=config.special_tokens,
         backend=used,
         identity={
             "contents": reference.contents,
@@ -160,6 +169,11 @@ class _Gigatoken:
             self._text = 0
         self._text += sum(map(len, texts))
         assert self._tokenizer is not None
+        if len(texts) < _BATCH_FROM:
+            rows = [self._tokenizer.encode(text) for text in texts]
+            bounds = np.zeros(len(rows) + 1, dtype=np.int64)
+            np.cumsum([len(row) for row in rows], out=bounds[1:])
+            return np.concatenate([_NO_IDS, *rows]).view(np.int32), bounds
         layout: Any = self._tokenizer.encode_batch(texts, parallel=False).layout
         bounds = np.asarray(layout.offsets.data, dtype=np.int64)
         ids = np.asarray(layout.content.data)[bounds[0] : bounds[-1]].view(np.int32)

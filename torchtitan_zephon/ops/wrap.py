@@ -2,7 +2,15 @@
 
 import numpy as np
 
-from torchtitan_zephon.ops.documents import IGNORE_LABEL, Documents, Reference, Rows, reference_to
+from torchtitan_zephon.ops.documents import (
+    IGNORE_LABEL,
+    Documents,
+    Reference,
+    Rows,
+    as_inputs,
+    as_labels,
+    reference_to,
+)
 
 
 class Wrap:
@@ -107,8 +115,8 @@ class Wrap:
         self._parts, self._starts, self._pairs = [], [], 0
         shape = (size // seq_len, seq_len)
         return Rows(
-            inputs.reshape(shape),
-            labels.reshape(shape),
+            as_inputs(inputs).reshape(shape),
+            as_labels(labels).reshape(shape),
             positions.astype(np.int32).reshape(shape),
             pieces,
             padding,

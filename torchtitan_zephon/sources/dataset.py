@@ -28,15 +28,17 @@ class Dataset:
     """One dataset of a recipe, cut for ``lanes`` lanes.
 
     Chunk ``i`` is a contiguous piece of one shard; which one follows from the shards' sizes alone,
-    so opening a dataset lists its files and reads none of them.
+    so opening a dataset lists its files and reads none of them. Blocks hold the texts under the
+    dataset's ``text_field`` or, with ``whole_records``, the records as dicts.
 
     Raises:
         SourceError: when the path holds no data that can be read.
     """
 
-    def __init__(self, config: DatasetConfig, lanes: int):
+    def __init__(self, config: DatasetConfig, lanes: int, whole_records: bool = False):
         self.name = config.name
         self.text_field = config.text_field
+        self._field = None if whole_records else config.text_field
         known = tuple(s for f in _FORMATS.values() for s in f.SUFFIXES)
         suffixes = known if config.format == "auto" else _FORMATS[config.format].SUFFIXES
         self.fs, self.shards = find_shards(config.path, suffixes)
@@ -49,8 +51,8 @@ class Dataset:
         self._ends = np.cumsum(self._counts)
         self.num_chunks = int(self._ends[-1])
 
-    def blocks(self, chunk: int, start: int = 0) -> Iterator[list[str]]:
-        """The texts of a chunk, block by block from block ``start`` on; the same at every call."""
+    def blocks(self, chunk: int, start: int = 0) -> Iterator[list[Any]]:
+        """A chunk, block by block from block ``start`` on; the same at every call."""
         index = int(np.searchsorted(self._ends, chunk, side="right"))
         count = int(self._counts[index])
         blocks = self._reader.read_blocks(
@@ -59,12 +61,16 @@ class Dataset:
             chunk - int(self._ends[index]) + count,
             count,
             self.chunk_bytes,
-            self.text_field,
+            self._field,
         )
         return itertools.islice(blocks, start, None)
 
-    def first_texts(self, limit: int) -> list[str]:
-        """Up to ``limit`` texts from the beginning of the dataset.
+    def shard_of(self, chunk: int) -> Shard:
+        """The shard that a chunk is a piece of."""
+        return self.shards[int(np.searchsorted(self._ends, chunk, side="right"))]
+
+    def first(self, limit: int) -> list[Any]:
+        """Up to ``limit`` texts, or records, from the beginning of the dataset.
 
         Raises:
             SourceError: if no shard holds a document.

@@ -1,13 +1,13 @@
 """One dataset as one lane sees it: an endless walk over its chunks, from any place in it."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_zephon.order import derive_key, permute, shuffled
+from torchtitan_zephon.ops.worker import Worker
+from torchtitan_zephon.order import derive_key, permute
 from torchtitan_zephon.sources.dataset import Dataset
 from torchtitan_zephon.sources.storage import SourceError
 
@@ -26,6 +26,8 @@ class Block:
     """Where documents begin and end in ``tokens``, int64 [documents + 1]."""
     empty: int
     """Documents left out because they hold under two tokens, so nothing to predict."""
+    filtered: int = 0
+    """Records that a filter left out."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -47,10 +49,6 @@ class Position:
     """Tokens drawn from the dataset so far: (input, label) pairs."""
 
 
-# (texts) -> (token ids int32 [N], bounds int64 [len(texts) + 1])
-Tokenize = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
-
-
 @dataclass(frozen=True)
 class Walk:
     """The endless walk of one lane over a dataset, as a function of where it starts.
@@ -65,8 +63,10 @@ class Walk:
     random_order: bool
     """Whether chunks, and documents inside a block, are visited in keyed random order."""
     passes: int | None
-    """Epochs after which the walk ends; None for never."""
-    tokenize: Tokenize
+    """Epochs that are wanted; None for any number."""
+    endless: bool
+    """Whether the walk goes on beyond the epochs that are wanted."""
+    worker: Worker
 
     def blocks(self, ordinal: int, number: int) -> Iterator[Block]:
         """The blocks from number ``number`` of chunk ``ordinal`` on.
@@ -78,16 +78,19 @@ class Walk:
         barren = 0
         while True:
             epoch, index = divmod(self.lane + ordinal * self.lanes, chunks)
-            if self.passes is not None and epoch >= self.passes:
+            if not self.endless and self.passes is not None and epoch >= self.passes:
                 return
             chunk = index
             if self.random_order:
                 chunk = permute(index, chunks, derive_key(self.seed, "chunks", name, epoch))
-            for texts in self.dataset.blocks(chunk, number):
+            shard = self.dataset.shard_of(chunk).path
+            for records in self.dataset.blocks(chunk, number):
+                key = None
                 if self.random_order:
                     key = derive_key(self.seed, "documents", name, epoch, chunk, number)
-                    texts = [texts[i] for i in shuffled(len(texts), key).tolist()]
-                block = _tokenized(ordinal, number, texts, self.tokenize)
+                place = f"dataset {name!r}, block {number} of chunk {chunk} in {shard}"
+                made = self.worker(records, place, key)
+                block = Block(ordinal, number, made.tokens, made.bounds, made.empty, made.filtered)
                 barren = 0 if len(block) else barren + 1
                 yield block
                 number += 1
@@ -113,13 +116,13 @@ class Feed:
         self,
         walk: Walk,
         position: Position,
-        empty: int = 0,
+        left_out: tuple[int, int] = (0, 0),
         executor: Executor | None = None,
     ):
         self.dataset = walk.dataset
         self.position = position
-        self.empty = empty
-        """Documents behind that held nothing to predict."""
+        self.empty, self.filtered = left_out
+        """Documents behind that held nothing to predict, and records that a filter left out."""
         self._walk = walk
         # Of the walk, not of this feed: a generator that held its feed would make a cycle, which
         # TorchTitan, with the garbage collector off, would keep for ever.
@@ -137,6 +140,7 @@ class Feed:
                 if self.position.row < len(block):
                     return block
                 self.empty += block.empty
+                self.filtered += block.filtered
                 self.position.row = 0
             block = self._next()
             if block is None:
@@ -156,6 +160,16 @@ class Feed:
             self._block = block
             self.position.ordinal, self.position.block = block.ordinal, block.number
         return None
+
+    def has_had_its_passes(self) -> bool:
+        """Whether every document was seen as often as is wanted; never where any number is."""
+        walk = self._walk
+        if walk.passes is None:
+            return False
+        return self.block() is None or (
+            (walk.lane + self.position.ordinal * walk.lanes) // walk.dataset.num_chunks
+            >= walk.passes
+        )
 
     def read(self, ordinal: int, number: int) -> Block:
         """Any block of the walk again, for what a cursor refers to.
@@ -187,16 +201,3 @@ class Feed:
         # One block ahead at most, so the walk is never run by two threads at a time.
         self._ahead = self._executor.submit(next, self._blocks, None) if block is not None else None
         return block
-
-
-def _tokenized(ordinal: int, number: int, texts: list[str], tokenize: Tokenize) -> Block:
-    tokens, bounds = tokenize(texts)
-    lengths = np.diff(bounds)
-    kept = lengths >= 2
-    empty = len(lengths) - int(kept.sum())
-    if empty:
-        tokens = tokens[np.repeat(kept, lengths)]
-        bounds = np.fromiter(
-            itertools.accumulate(lengths[kept].tolist(), initial=0), dtype=np.int64
-        )
-    return Block(ordinal, number, tokens, bounds, empty)

@@ -1,6 +1,7 @@
 """JSON Lines: one JSON object a line, cut into byte ranges without reading the file first."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -17,12 +18,12 @@ def chunk_bytes(total: int, lanes: int) -> int:
 
 
 def read_blocks(
-    fs: Any, shard: Shard, chunk: int, chunks: int, size: int, text_field: str
-) -> Iterator[list[str]]:
-    """One block: the texts of the lines that start in the ``size`` bytes of the chunk."""
+    fs: Any, shard: Shard, chunk: int, chunks: int, size: int, field: str | None
+) -> Iterator[list[Any]]:
+    """One block: what ``field`` holds, or whole records, of the lines that start in the chunk."""
     del chunks
     data, start = _whole_lines(fs, shard, chunk * size, (chunk + 1) * size)
-    yield _texts(data, start, fs, shard, text_field)
+    yield _values(data, start, fs, shard, field)
 
 
 def _whole_lines(fs: Any, shard: Shard, start: int, end: int) -> tuple[bytes, int]:
@@ -46,23 +47,23 @@ def _whole_lines(fs: Any, shard: Shard, start: int, end: int) -> tuple[bytes, in
         data += read_range(fs, shard, first + len(data), first + len(data) + more)
 
 
-_DECODERS: dict[str, msgspec.json.Decoder] = {}
+@functools.cache
+def _decode(field: str | None) -> Callable[[bytes], Any]:
+    if field is None:
+        return msgspec.json.Decoder(dict[str, Any]).decode
+    record = msgspec.defstruct("Record", [("value", str, msgspec.field(name=field))])
+    decode: Callable[[bytes], Any] = msgspec.json.Decoder(record).decode
+    return lambda line: decode(line).value
 
 
-def _decoder(text_field: str) -> msgspec.json.Decoder:
-    if text_field not in _DECODERS:
-        record = msgspec.defstruct("Record", [("text", str, msgspec.field(name=text_field))])
-        _DECODERS[text_field] = msgspec.json.Decoder(record)
-    return _DECODERS[text_field]
-
-
-def _texts(data: bytes, start: int, fs: Any, shard: Shard, text_field: str) -> list[str]:
-    decode = _decoder(text_field).decode
+def _values(data: bytes, start: int, fs: Any, shard: Shard, field: str | None) -> list[Any]:
+    decode = _decode(field)
     lines = data.split(b"\n")
     try:
-        return [decode(line).text for line in lines if line.strip()]
+        return [decode(line) for line in lines if line.strip()]
     except (msgspec.DecodeError, UnicodeError):
         pass
+    wanted = "a JSON object" + (f" with a string under {field!r}" if field is not None else "")
     for line in lines:
         if line.strip():
             try:
@@ -70,8 +71,7 @@ def _texts(data: bytes, start: int, fs: Any, shard: Shard, text_field: str) -> l
             except (msgspec.DecodeError, UnicodeError) as error:
                 raise SourceError(
                     f"{_place(fs, shard, start)}: {str(error).replace('`', '')}"
-                    f"; the line begins {line[:60]!r}; every line must be a JSON object with a "
-                    f"string under {text_field!r}"
+                    f"; the line begins {line[:60]!r}; every line must be {wanted}"
                 ) from error
         start += len(line) + 1
     raise AssertionError("a block failed to decode, its lines one by one did not")

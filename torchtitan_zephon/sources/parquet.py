@@ -18,21 +18,22 @@ def chunk_bytes(total: int, lanes: int) -> int:
 
 
 def read_blocks(
-    fs: Any, shard: Shard, chunk: int, chunks: int, size: int, text_field: str
-) -> Iterator[list[str]]:
-    """The texts of chunk ``chunk`` of ``chunks``, in blocks of about 256 KiB.
+    fs: Any, shard: Shard, chunk: int, chunks: int, size: int, field: str | None
+) -> Iterator[list[Any]]:
+    """Column ``field``, or whole rows, of chunk ``chunk`` of ``chunks``, about 256 KiB a block.
 
     The unit that is dealt out is a whole row group, or an equal part of one where there are more
     chunks than row groups. A part has its row group decoded from the start, so row groups much
     larger than 2 MiB cost reading time; the stream does not depend on it.
     """
-    del size
     with fs.open(shard.path, "rb") as handle:
         try:
             file = pq.ParquetFile(handle)
         except pa.ArrowException as error:
             raise SourceError(f"{shard.path}: not a readable Parquet file: {error}") from error
-        column = _column(file, shard, text_field)
+        columns = range(file.metadata.num_columns)
+        if field is not None:
+            columns = [_column(file, shard, field)]
         groups = file.metadata.num_row_groups
         parts = -(-chunks // groups) if groups else 1
         units = groups * parts
@@ -45,15 +46,15 @@ def read_blocks(
             if lo < hi:
                 begin = (lo - group * parts) * rows // parts
                 end = (hi - group * parts) * rows // parts
-                width = max(1, meta.column(column).total_uncompressed_size // max(1, rows))
-                step = max(1, _BLOCK_BYTES // width)
-                texts = _rows(file, shard, group, begin, end, step, text_field, first_row)
+                size = sum(meta.column(c).total_uncompressed_size for c in columns)
+                step = max(1, _BLOCK_BYTES // max(1, size // max(1, rows)))
+                values = _rows(file, shard, group, begin, end, step, field, first_row)
                 try:
-                    yield from texts
+                    yield from values
                 except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                    what = "" if field is None else f", column {field!r}"
                     raise SourceError(
-                        f"{shard.path}, row group {group}, column {text_field!r}: cannot be "
-                        f"read: {error}"
+                        f"{shard.path}, row group {group}{what}: cannot be read: {error}"
                     ) from error
             first_row += rows
 
@@ -83,23 +84,26 @@ def _rows(
     begin: int,
     end: int,
     step: int,
-    text_field: str,
+    field: str | None,
     first_row: int,
-) -> Iterator[list[str]]:
+) -> Iterator[list[Any]]:
     """Rows ``begin`` to ``end`` of a row group, ``step`` at a time whatever Arrow returns."""
     if begin == end:
         return
-    held: list[str] = []
+    held: list[Any] = []
     at = 0
-    for batch in file.iter_batches(batch_size=step, row_groups=[group], columns=[text_field]):
+    columns = None if field is None else [field]
+    for batch in file.iter_batches(batch_size=step, row_groups=[group], columns=columns):
         lo, hi = max(begin - at, 0), min(end - at, batch.num_rows)
         if lo < hi:
-            values = batch.column(0).slice(lo, hi - lo)
-            if values.null_count:
+            values = (
+                batch.slice(lo, hi - lo) if field is None else batch.column(0).slice(lo, hi - lo)
+            )
+            if field is not None and values.null_count:
                 row = first_row + at + lo + values.is_null().index(True).as_py()
                 raise SourceError(
-                    f"{shard.path}, row {row}: column {text_field!r} is null; every row must hold "
-                    "a string"
+                    f"{shard.path}, row {row}: column {field!r} is null; every row must hold a "
+                    "string"
                 )
             held.extend(values.to_pylist())
         at += batch.num_rows

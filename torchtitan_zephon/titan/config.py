@@ -23,6 +23,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import ConfigManager
 from torchtitan.config.manager import custom_registry
+from torchtitan.config.override import derive
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools import filesystem
 from torchtitan.trainer import Trainer
@@ -32,6 +33,7 @@ from torchtitan_zephon.settings import nearest, read_table
 from torchtitan_zephon.titan.cpu import adapt_config_for_cpu, cpu_faults, running_on_cpu
 from torchtitan_zephon.titan.fields import changed_fields
 from torchtitan_zephon.titan.loader import ZephonDataLoader
+from torchtitan_zephon.titan.validator import ZephonValidator
 
 OPTIMIZER = frozenset(f.name for f in dataclasses.fields(OptimizersContainer.Config))
 """What TorchTitan itself has in `[optimizer]`; other names are arguments of each optimizer."""
@@ -148,7 +150,11 @@ def use_zephon(config: Trainer.Config, table: dict[str, Any], faults: list[str])
     )
     config.dataloader = loader
     if recipe.validation.datasets:
-        config.validator.dataloader = dataclasses.replace(loader, validation=True)
+        config.validator = derive(
+            config.validator,
+            ZephonValidator.Config,
+            dataloader=dataclasses.replace(loader, validation=True),
+        )
     elif config.validator.enable:
         faults.append(
             "validator.enable = true: there is nothing to validate on; "

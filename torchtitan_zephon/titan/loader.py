@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torchtitan.components.dataloader import BaseDataLoader
 
+from torchtitan_zephon.api import Batch
 from torchtitan_zephon.audit.gather import Publisher, Writer
 from torchtitan_zephon.audit.log import AuditLog, Share
 from torchtitan_zephon.pipeline import Pipeline, check_datasets
@@ -48,6 +49,8 @@ class ZephonDataLoader(BaseDataLoader):
         """Token ids that the model knows; 0 leaves the tokenizer's unchecked."""
         validation: bool = False
         """Whether this feeds the Validator: one pass over ``recipe.validation``, unshuffled."""
+        validation_set: str = ""
+        """Which dataset of ``recipe.validation`` it is; empty for all of them."""
         infinite: bool = True
         """Set by TorchTitan's Validator; a validation pass always ends."""
 
@@ -68,7 +71,8 @@ class ZephonDataLoader(BaseDataLoader):
             raise ValueError("ZephonDataLoader needs a recipe: the [zephon] section of the TOML")
         batch = config.global_batch_size
         if config.validation:
-            recipe, batch = recipe.for_validation(), local_batch_size * dp_world_size
+            recipe = recipe.for_validation(config.validation_set)
+            batch = local_batch_size * dp_world_size
         elif batch < 1:
             raise ValueError(MISSING_GLOBAL_BATCH)
         if recipe.seq_len != seq_len:
@@ -81,7 +85,7 @@ class ZephonDataLoader(BaseDataLoader):
             recipe = dataclasses.replace(recipe, lanes=auto_lanes(batch))
         _check_batch(batch, local_batch_size, dp_world_size, snapshot_every_n_steps)
         pipeline = _checked_pipeline(recipe, config.model_vocab_size)
-        self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
+        self._extra_fields = recipe.runtime.extra_fields
         self._audit = None
         self._announced: dict[int, int] = {}
         if recipe.audit.enable:
@@ -113,9 +117,7 @@ class ZephonDataLoader(BaseDataLoader):
         return self
 
     def __next__(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        inputs, labels, positions = next(self._stream)
-        batch = {"input": torch.from_numpy(inputs), "positions": torch.from_numpy(positions)}
-        return batch, torch.from_numpy(labels)
+        return Batch(*next(self._stream), self._extra_fields).to_training()
 
     def _on_step(self, number: int, step: Step, before: dict[int, tuple[int, str]]) -> None:
         assert self._audit is not None

@@ -1,0 +1,77 @@
+"""The worker half: a block of records in, tokenized documents out, with no state between blocks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchtitan_zephon.ops.functions import Function, FunctionError, apply_functions
+from torchtitan_zephon.order import shuffled
+
+# Texts, or chat records, to the token ids of documents: ids int32 [N], complements where they are
+# no loss target, and bounds int64 [documents + 1].
+Encode = Callable[[list[Any]], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The documents of one block."""
+
+    tokens: np.ndarray
+    """Token ids of all documents in a row, int32 [N]."""
+    bounds: np.ndarray
+    """Where documents begin and end in ``tokens``, int64 [documents + 1]; each has two or more."""
+    empty: int
+    """Documents left out because they hold under two tokens, so nothing to predict."""
+    filtered: int
+    """Records that a filter left out."""
+
+
+Apply = Callable[[Sequence[Function], list[dict[str, Any]], str], tuple[list[dict[str, Any]], int]]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What is done to a block of one dataset."""
+
+    functions: tuple[Function, ...]
+    text_field: str | None
+    """Key of the text in records; None where blocks hold texts already, or chats."""
+    encode: Encode
+    apply: Apply = apply_functions
+
+    def __call__(self, records: list[Any], place: str, key: int | None) -> Encoded:
+        """The documents of a block, in keyed random order if there is a ``key``.
+
+        Raises:
+            FunctionError, ValueError: naming ``place``.
+        """
+        filtered = 0
+        if self.functions:
+            records, filtered = self.apply(self.functions, records, place)
+        if key is not None:
+            records = [records[i] for i in shuffled(len(records), key).tolist()]
+        if self.text_field is not None:
+            records = [_text(record, self.text_field, place) for record in records]
+        try:
+            tokens, bounds = self.encode(records)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        lengths = np.diff(bounds)
+        kept = lengths >= 2
+        empty = len(lengths) - int(kept.sum())
+        if empty:
+            tokens = tokens[np.repeat(kept, lengths)]
+            bounds = np.concatenate([[0], np.cumsum(lengths[kept])])
+        return Encoded(tokens, bounds, empty, filtered)
+
+
+def _text(record: dict[str, Any], field: str, place: str) -> str:
+    text = record.get(field)
+    if not isinstance(text, str):
+        raise FunctionError(
+            f"{place}: a record has {text!r} under {field!r} where a string is wanted; it is "
+            f"{str(record)[:200]}"
+        )
+    return text
