@@ -148,7 +148,7 @@ def test_a_mixture_of_one_dataset_is_that_dataset_alone_and_epoch_two_has_anothe
         "shuffle": {"buffer_size": 0},
     }
     pipeline = make_pipeline(table, seq_len=4, tokenizer=tokenizer)
-    feed = pipeline.lane(pipeline.start(0))._feeds[0]
+    feed = pipeline.lane(pipeline.start(0)).feeds[0]
     alone: list[str] = []
     while len(alone) < 120 and (block := feed.block()) is not None:
         alone += [

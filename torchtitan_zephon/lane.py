@@ -102,7 +102,8 @@ class Lane:
     def __init__(self, mixture: Mixture, packer: Packer, cursor: Cursor):
         self.cursor = cursor
         """Where the next segment starts."""
-        self._feeds = mixture.feeds
+        self.feeds = mixture.feeds
+        """What the lane draws from, one for each dataset."""
         self._mixture = mixture
         self._packer = packer
         self._restored = False
@@ -116,16 +117,16 @@ class Lane:
             self._restored = True
         packer, mixture = self._packer, self._mixture
         packer.begin(rows)
-        start, places = sum(f.position.tokens for f in self._feeds), packer.wanted()
+        start, places = sum(f.position.tokens for f in self.feeds), packer.wanted()
         while not packer.full:
             documents = mixture.window(packer.wanted())
             if documents is None:
                 packer.close()
                 break
             mixture.advance(documents, packer.push(documents))
-            drawn = sum(feed.position.tokens for feed in self._feeds) - start
+            drawn = sum(feed.position.tokens for feed in self.feeds) - start
             # Where nearly all is dropped, a search for what fits must become an error.
-            if drawn > _MOST_DRAWN * (places + 1):
+            if not packer.full and drawn > _MOST_DRAWN * (places + 1):
                 raise SourceError(
                     f"lane {self.cursor.lane}: {drawn:,} tokens were drawn for a segment of {rows} "
                     "rows that is still not full: nearly all documents are longer than a row, and "
@@ -138,11 +139,11 @@ class Lane:
             segment=before.segment + 1,
             positions=tuple(
                 (f.dataset.name, (p.ordinal, p.block, p.row, p.tokens))
-                for f in self._feeds
+                for f in self.feeds
                 for p in (f.position,)
             ),
             unfinished=tuple(tuple(row) for row in packer.flush()),
-            left_out=tuple((f.empty, f.filtered) for f in self._feeds),
+            left_out=tuple((f.empty, f.filtered) for f in self.feeds),
             trained=before.trained + int((made.pieces[:, 7] - made.pieces[:, 6]).sum()),
             padding=before.padding + made.padding,
             dropped=before.dropped + made.dropped,
@@ -153,7 +154,7 @@ class Lane:
 
     def _stretch(self, reference: Reference) -> np.ndarray:
         """The token ids of a referenced stretch of a document, one more than its pairs."""
-        feed = self._feeds[reference.dataset]
+        feed = self.feeds[reference.dataset]
         block = feed.read(reference.ordinal, reference.block)
         document = np.empty(0, dtype=np.int32)
         if reference.row < len(block):

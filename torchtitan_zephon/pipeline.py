@@ -254,7 +254,7 @@ def unstable_functions(pipeline: Pipeline, chunks: int) -> list[str]:
     for dataset in pipeline.datasets:
         functions = pipeline.functions_for(dataset.name)
         for chunk in range(min(chunks, dataset.num_chunks) if functions else 0):
-            place = f"dataset {dataset.name!r}, chunk {chunk} in {dataset.shard_of(chunk).path}"
+            place = f"dataset {dataset.name!r}, chunk {chunk} in {dataset.place_of(chunk)[0].path}"
             for records in dataset.blocks(chunk):
                 for function in functions:
                     once = apply_functions([function], copy.deepcopy(records), place)

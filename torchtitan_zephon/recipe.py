@@ -198,7 +198,7 @@ class RuntimeConfig:
     tokenizer_backend: Literal["auto", "gigatoken", "tokenizers", "tiktoken"] = "auto"
     """Library that tokenizes; ``auto`` takes the fastest that agrees with the reference."""
     prefetch_steps: int = 2
-    """Optimizer steps prepared ahead of training."""
+    """Optimizer steps prepared ahead of training; of very small ones up to 8 times as many."""
     threads: int = 1
     """Threads that read and tokenize; 1 does it all in the one producer thread."""
     runner: Literal["threads", "processes", "inline"] = "threads"

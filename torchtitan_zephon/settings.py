@@ -75,6 +75,8 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def _read_field(value: Any, hint: Any, where: str, faults: list[str]) -> Any:
     parts = [part for part in typing.get_args(hint) if dataclasses.is_dataclass(part)]
     if parts and type(None) in typing.get_args(hint):
+        if value is None:
+            return None
         hint = parts[0]  # a table that may be left out
     if dataclasses.is_dataclass(hint):
         return read_table(typing.cast(type, hint), value, where, faults)

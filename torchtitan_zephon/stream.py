@@ -6,6 +6,7 @@ slice of ``B / G``. So what a step holds depends on neither ``G`` nor anything e
 """
 
 import hashlib
+import itertools
 import logging
 import multiprocessing
 from collections import deque
@@ -24,6 +25,9 @@ from torchtitan_zephon.pipeline import Pipeline
 from torchtitan_zephon.state import next_number, read_cursors, read_meta, save_state
 
 logger = logging.getLogger(__name__)
+
+_HAND_OVER_TOKENS = 1 << 17
+_MOST_TOGETHER = 8
 
 
 def step_slice(
@@ -305,7 +309,8 @@ class BatchStream:
         self._steps: Steps | None = None
         self._source: Iterator[Step] | None = None
         self._producer: ThreadPoolExecutor | None = None
-        self._ahead: deque[Future[Step | None]] = deque()
+        self._ahead: deque[Future[list[Step | None]]] = deque()
+        self._ready: deque[Step | None] = deque()
         self._step: Step | None = None
         self._given = 0
         self._error: BaseException | None = None
@@ -345,16 +350,18 @@ class BatchStream:
             self._producer = ThreadPoolExecutor(1, "zephon-producer")
             for _ in range(self.pipeline.recipe.runtime.prefetch_steps):
                 self._ahead.append(self._producer.submit(self._produce))
-        try:
-            step = self._wait_for(self._ahead.popleft())
-        except BaseException as error:
-            self._error = error
-            raise
-        self._ahead.append(self._producer.submit(self._produce))
+        if not self._ready:
+            try:
+                self._ready.extend(self._wait_for(self._ahead.popleft()))
+            except BaseException as error:
+                self._error = error
+                raise
+            self._ahead.append(self._producer.submit(self._produce))
+        step = self._ready.popleft()
         self._exhausted = step is None
         return step
 
-    def _wait_for(self, ahead: Future[Step | None]) -> Step | None:
+    def _wait_for(self, ahead: Future[list[Step | None]]) -> list[Step | None]:
         patience = self.pipeline.recipe.runtime.stall_warning_seconds
         while True:
             try:
@@ -365,12 +372,16 @@ class BatchStream:
                 doing = "; ".join(activities()) or "reading or tokenizing"
                 logger.warning("training has waited %g s for data; now: %s", patience, doing)
 
-    def _produce(self) -> Step | None:
-        # Always in the one producer thread, so steps are made in order and one at a time.
+    def _produce(self) -> list[Step | None]:
+        # Always in the one producer thread, so steps are made in order and one at a time. Small
+        # steps are handed over a few together: a hand-over takes as long as making 4,000 tokens.
         if self._source is None:
             self._steps = self._new_steps()
             self._source = iter(self._steps)
-        return next(self._source, None)
+        tokens = self._batch // self._ranks * self.pipeline.recipe.seq_len
+        count = max(1, min(_MOST_TOGETHER, _HAND_OVER_TOKENS // tokens))
+        steps: list[Step | None] = list(itertools.islice(self._source, count))
+        return steps if len(steps) == count else [*steps, None]
 
     def _new_steps(self) -> Steps:
         return Steps(

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_zephon.audit.log import BATCHES, CURSORS, AuditError, AuditLog, Share, read_lines
+from torchtitan_zephon.audit.log import (
+    BATCHES,
+    CURSORS,
+    AuditError,
+    AuditLog,
+    Share,
+    read_lines,
+    step_sums,
+)
 
 FINGERPRINT = "0123456789abcdef" * 4
 OTHER = "fedcba9876543210" * 4
@@ -47,6 +55,7 @@ def test_a_step_has_the_digest_of_its_sequences_and_a_link_of_the_chain(tmp_path
             "sequences": 4,
             "sha256": first,
             "chain": chain,
+            "sums": "0fe4d39fb795a8891507cf16d6403b39",
             "dp_degree": 2,
             "tokens": {"web": 7, "books": 10},
             "recipe": "0123456789ab",
@@ -56,6 +65,7 @@ def test_a_step_has_the_digest_of_its_sequences_and_a_link_of_the_chain(tmp_path
             "sequences": 8,
             "sha256": second,
             "chain": sha(bytes.fromhex(chain) + bytes.fromhex(second)),
+            "sums": "1c5cb5ef3fa54bee1b9cda35671a91bd",
             "dp_degree": 1,
             "tokens": {"web": 1, "books": 1},
             "recipe": "0123456789ab",
@@ -238,3 +248,19 @@ def test_cursors_of_another_recipe_are_logged_too(tmp_path):
 )
 def test_a_share_survives_the_way_to_the_writing_rank(sent):
     assert Share.from_bytes(sent.to_bytes()) == sent
+
+
+def test_the_sums_of_a_step_are_those_of_its_sequences_values_plain_and_weighted_by_place():
+    one, two, large = (n.to_bytes(8, "big") + bytes(24) for n in (1, 2, 2**61 - 1 + 5))
+    assert step_sums([]) == (0, 0)
+    assert step_sums([one, two]) == (3, 5)
+    assert step_sums([two, one]) == (3, 4)
+    assert step_sums([one, one, large]) == (7, 18)
+
+
+def test_a_step_takes_at_most_400_bytes_of_the_log_with_five_datasets(tmp_path):
+    names = ["fineweb-edu", "stack-v2", "wikipedia", "arxiv", "books"]
+    log = AuditLog(tmp_path, FINGERPRINT, names, {})
+    log.append(1_000_000, 4_096_000_000, [share("a", tokens=[33_554_432] * 5)])
+    log.close()
+    assert len((tmp_path / BATCHES).read_bytes()) <= 400

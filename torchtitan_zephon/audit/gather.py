@@ -7,6 +7,7 @@ them out. No rank waits for another, so a rank that dies holds nobody up.
 import logging
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from torchtitan_zephon.audit.log import AuditLog, Share
 
 logger = logging.getLogger(__name__)
 
+_TOGETHER = 0.05  # seconds for which steps that follow each other closely are logged together
 _LOOK_UP = timedelta(seconds=1)  # between two looks whether the run has ended
 _LAST_WAIT = 5  # looks that the last steps' shares are given after the run's end
 
@@ -53,7 +55,9 @@ class Writer:
 
     def __init__(self, log: AuditLog, store: Any, ranks: int):
         self._log, self._store, self._ranks = log, store, ranks
-        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[_Pending] | None] = queue.SimpleQueue()
+        self._held: list[_Pending] = []
+        self._handed_over = 0.0
         self._error: BaseException | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zephon-audit", daemon=True)
@@ -62,7 +66,14 @@ class Writer:
     def submit(self, step: int, sequences: int, share: Share) -> None:
         """Log a step as soon as the other ranks' shares are there."""
         self._raise()
-        self._queue.put(_Pending(step, sequences, share))
+        self._held.append(_Pending(step, sequences, share))
+        # Waking the thread for each of thousands of steps a second would cost more than they do.
+        if time.monotonic() - self._handed_over > _TOGETHER:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._queue.put(self._held)
+        self._held, self._handed_over = [], time.monotonic()
 
     def close(self) -> None:
         """Finish the log.
@@ -72,6 +83,7 @@ class Writer:
         """
         if not self._ending.is_set():
             self._ending.set()
+            self._hand_over()
             self._queue.put(None)
             self._thread.join()
             self._log.close()
@@ -84,16 +96,18 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            while (pending := self._queue.get()) is not None:
-                others = self._others(pending.step)
-                if others is None:
-                    logger.warning(
-                        "audit: step %d and later are not logged: not every rank told what it "
-                        "was trained on before the run ended",
-                        pending.step,
-                    )
-                    return
-                self._log.append(pending.step, pending.sequences, [pending.share, *others])
+            while (together := self._queue.get()) is not None:
+                for pending in together:
+                    others = self._others(pending.step)
+                    if others is None:
+                        logger.warning(
+                            "audit: step %d and later are not logged: not every rank told what it "
+                            "was trained on before the run ended",
+                            pending.step,
+                        )
+                        return
+                    self._log.append(pending.step, pending.sequences, [pending.share, *others])
+                self._log.flush()
         except BaseException as error:
             self._error = error
 

@@ -19,6 +19,10 @@ BATCHES = "global_batches.jsonl"
 CURSORS = "cursors.jsonl"
 
 
+PRIME = 2**61 - 1
+"""Modulus of the ``sums`` in the log; a prime, so that one can divide."""
+
+
 class AuditError(RuntimeError):
     """A step that was run again got other data than the log says it had."""
 
@@ -72,6 +76,25 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise AuditError(f"{path}, line {number}: not JSON ({error})") from error
 
 
+def sequence_value(digest: bytes) -> int:
+    """The number that stands for a sequence in the ``sums``: its SHA-256's first 8 bytes."""
+    return int.from_bytes(digest[:8], "big") % PRIME
+
+
+def step_sums(digests: list[bytes]) -> tuple[int, int]:
+    """The sum of a step's sequence values, and the sum with each weighted by its place, from 1.
+
+    They tell where two runs differ without a digest of each sequence in the log, as the syndromes
+    of a Reed-Solomon code would: equal first sums mean the same sequences in another order, and
+    where one sequence alone differs the quotient of the two differences is its place.
+    """
+    total = weighted = 0
+    for place, digest in enumerate(digests, start=1):
+        value = sequence_value(digest)
+        total, weighted = total + value, weighted + place * value
+    return total % PRIME, weighted % PRIME
+
+
 class AuditLog:
     """Appends to the log in ``folder``, and checks steps that it has already.
 
@@ -111,7 +134,8 @@ class AuditLog:
         Raises:
             AuditError: the log has this step already, with another digest.
         """
-        digest = hashlib.sha256(b"".join(d for s in shares for d in s.digests)).hexdigest()
+        sequence_digests = [d for s in shares for d in s.digests]
+        digest = hashlib.sha256(b"".join(sequence_digests)).hexdigest()
         before = self._chain.get(step - 1, self._start)
         chain = hashlib.sha256(bytes.fromhex(before) + bytes.fromhex(digest)).hexdigest()
         record = {
@@ -119,6 +143,7 @@ class AuditLog:
             "sequences": sequences,
             "sha256": digest,
             "chain": chain,
+            "sums": "{:016x}{:016x}".format(*step_sums(sequence_digests)),
             "dp_degree": len(shares),
             "tokens": {
                 name: sum(s.tokens[i] for s in shares) for i, name in enumerate(self._names)
@@ -133,14 +158,17 @@ class AuditLog:
                 self._known.add((lane, segment))
                 cursor = {"lane": lane, "segment": segment, "recipe": self._recipe}
                 self._cursors.write(_line({**cursor, "cursor": json.loads(text)}))
-        self._batches.flush()
-        self._cursors.flush()
         if logged is not None and logged != digest:
             raise AuditError(
                 f"step {step} was run again and got other data than before: SHA-256 {digest} now, "
                 f"{logged} in {self._path}. The recipe is the same, so a file of the dataset or "
                 "the code changed; do not trust this run until you know which"
             )
+
+    def flush(self) -> None:
+        """Let others see what is appended."""
+        self._batches.flush()
+        self._cursors.flush()
 
     def close(self) -> None:
         """Close the files."""

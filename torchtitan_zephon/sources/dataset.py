@@ -53,21 +53,17 @@ class Dataset:
 
     def blocks(self, chunk: int, start: int = 0) -> Iterator[list[Any]]:
         """A chunk, block by block from block ``start`` on; the same at every call."""
-        index = int(np.searchsorted(self._ends, chunk, side="right"))
-        count = int(self._counts[index])
+        shard, part, parts = self.place_of(chunk)
         blocks = self._reader.read_blocks(
-            self.fs,
-            self.shards[index],
-            chunk - int(self._ends[index]) + count,
-            count,
-            self.chunk_bytes,
-            self._field,
+            self.fs, shard, part, parts, self.chunk_bytes, self._field
         )
         return itertools.islice(blocks, start, None)
 
-    def shard_of(self, chunk: int) -> Shard:
-        """The shard that a chunk is a piece of."""
-        return self.shards[int(np.searchsorted(self._ends, chunk, side="right"))]
+    def place_of(self, chunk: int) -> tuple[Shard, int, int]:
+        """The shard of a chunk, which chunk of the shard it is, and how many the shard has."""
+        index = int(np.searchsorted(self._ends, chunk, side="right"))
+        count = int(self._counts[index])
+        return self.shards[index], chunk - int(self._ends[index]) + count, count
 
     def first(self, limit: int) -> list[Any]:
         """Up to ``limit`` texts, or records, from the beginning of the dataset.

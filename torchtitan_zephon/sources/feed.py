@@ -83,7 +83,7 @@ class Walk:
             chunk = index
             if self.random_order:
                 chunk = permute(index, chunks, derive_key(self.seed, "chunks", name, epoch))
-            shard = self.dataset.shard_of(chunk).path
+            shard = self.dataset.place_of(chunk)[0].path
             for records in self.dataset.blocks(chunk, number):
                 key = None
                 if self.random_order:
@@ -123,7 +123,7 @@ class Feed:
         self.position = position
         self.empty, self.filtered = left_out
         """Documents behind that held nothing to predict, and records that a filter left out."""
-        self._walk = walk
+        self.walk = walk
         # Of the walk, not of this feed: a generator that held its feed would make a cycle, which
         # TorchTitan, with the garbage collector off, would keep for ever.
         self._blocks = walk.blocks(position.ordinal, position.block)
@@ -153,7 +153,7 @@ class Feed:
                 there = (block.ordinal, block.number) == self._place()
                 if self.position.row > (len(block) if there else 0):
                     raise SourceError(
-                        f"dataset {self.dataset.name!r}, lane {self._walk.lane}: the checkpoint "
+                        f"dataset {self.dataset.name!r}, lane {self.walk.lane}: the checkpoint "
                         f"stands at document {self.position.row} of a block that has "
                         f"{len(block) if there else 0} now; the data changed since it was saved"
                     )
@@ -163,7 +163,7 @@ class Feed:
 
     def has_had_its_passes(self) -> bool:
         """Whether every document was seen as often as is wanted; never where any number is."""
-        walk = self._walk
+        walk = self.walk
         if walk.passes is None:
             return False
         return self.block() is None or (
@@ -182,10 +182,10 @@ class Feed:
             self._block.number,
         ):
             return self._block
-        block = next(self._walk.blocks(ordinal, number), None)
+        block = next(self.walk.blocks(ordinal, number), None)
         if block is None or (block.ordinal, block.number) != (ordinal, number):
             raise SourceError(
-                f"dataset {self.dataset.name!r}, lane {self._walk.lane}: block {number} of chunk "
+                f"dataset {self.dataset.name!r}, lane {self.walk.lane}: block {number} of chunk "
                 f"{ordinal}, where the checkpoint stands, is not there any more; the data changed"
             )
         return block

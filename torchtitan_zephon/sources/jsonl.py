@@ -22,11 +22,11 @@ def read_blocks(
 ) -> Iterator[list[Any]]:
     """One block: what ``field`` holds, or whole records, of the lines that start in the chunk."""
     del chunks
-    data, start = _whole_lines(fs, shard, chunk * size, (chunk + 1) * size)
+    data, start = whole_lines(fs, shard, chunk * size, (chunk + 1) * size)
     yield _values(data, start, fs, shard, field)
 
 
-def _whole_lines(fs: Any, shard: Shard, start: int, end: int) -> tuple[bytes, int]:
+def whole_lines(fs: Any, shard: Shard, start: int, end: int) -> tuple[bytes, int]:
     """The lines that start in ``[start, end)`` to their ends, and the byte at which they start."""
     # A line starts at byte 0 and behind every newline: the byte before the range tells whether one
     # starts right at it. A line that runs over the end is read on in doubling steps, so a line
