@@ -16,7 +16,8 @@ from torchtitan_zephon.ops.documents import IGNORE_LABEL
 from torchtitan_zephon.pipeline import Pipeline
 from torchtitan_zephon.recipe import parse_recipe
 from torchtitan_zephon.sources.storage import SourceError
-from torchtitan_zephon.stream import BatchStream, Step, Steps, lanes_of_rank, step_slice
+from torchtitan_zephon.steps import Step, Steps, lanes_of_rank, step_slice
+from torchtitan_zephon.stream import BatchStream
 
 GOLDEN = Path(__file__).parent / "golden.json"
 

@@ -1,11 +1,11 @@
 """A data loader with the same global batches on any number of data-parallel ranks."""
 
-from torchtitan_zephon.api import (
-    Batch,
+from torchtitan_zephon.api import Pipeline
+from torchtitan_zephon.batch import Batch
+from torchtitan_zephon.work_sources import (
     CustomWorkSource,
     Dataset,
     MixtureSpec,
-    Pipeline,
     SequentialWorkSource,
     StaticMixtureWorkSource,
     TokenEstimation,

@@ -18,23 +18,21 @@ for batch in pipeline:
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import tomli
 import tomli_w
 
+from torchtitan_zephon.batch import Batch
+from torchtitan_zephon.explain import explain
 from torchtitan_zephon.ops.functions import Function, function_of
 from torchtitan_zephon.ops.mix import WorkSource
 from torchtitan_zephon.pipeline import Pipeline as OpenPipeline
 from torchtitan_zephon.pipeline import unstable_functions
 from torchtitan_zephon.recipe import (
-    DatasetConfig,
     OperatorConfig,
     PackingConfig,
-    PhaseConfig,
     Recipe,
     RecipeError,
     ShuffleConfig,
@@ -44,142 +42,9 @@ from torchtitan_zephon.recipe import (
 )
 from torchtitan_zephon.state import saved_lanes
 from torchtitan_zephon.stream import BatchStream
+from torchtitan_zephon.work_sources import CustomWorkSource, Source
 
 Record = dict[str, Any]
-
-
-class Dataset:
-    """A dataset by its name and place."""
-
-    @staticmethod
-    def from_path(name: str, path: str | Path, **settings: Any) -> DatasetConfig:
-        """A file, folder, glob or fsspec URL of JSONL or Parquet.
-
-        Args:
-            name: in logs, counters and keys of the order.
-            path: where it is.
-            settings: as in a ``[[zephon.datasets]]`` table: format, text_field, passes, group.
-        """
-        return DatasetConfig(name=name, path=str(path), **settings)
-
-
-class MixtureSpec(dict[str, float]):
-    """Weights by dataset name; a plain dict does as well."""
-
-
-@dataclass(frozen=True)
-class TokenEstimation:
-    """Accepted where other loaders estimate tokens: here shares are exact, there is no estimate."""
-
-
-@dataclass(frozen=True)
-class StaticMixtureWorkSource:
-    """Datasets whose shares of the tokens follow ``mixture``, or ``phases`` of it."""
-
-    datasets: Sequence[DatasetConfig]
-    mixture: Mapping[str, float]
-    """Weight of each dataset by name."""
-    token_estimation: TokenEstimation | None = None
-    seed: int = 0
-    phases: Sequence[PhaseConfig] = ()
-    """Other weights from a number of tokens on."""
-
-    def __post_init__(self) -> None:
-        names = [d.name for d in self.datasets]
-        faults = [f"mixture: no weight for dataset {n!r}" for n in names if n not in self.mixture]
-        faults += [f"mixture: no dataset is named {n!r}" for n in self.mixture if n not in names]
-        if faults:
-            raise RecipeError(faults)
-
-    def settings(self) -> dict[str, Any]:
-        """The recipe fields that it decides."""
-        datasets = [
-            dataclasses.replace(d, weight=float(self.mixture[d.name])) for d in self.datasets
-        ]
-        return {
-            "datasets": tuple(datasets),
-            "seed": self.seed,
-            "phases": tuple(self.phases),
-            "work_source": "weights",
-        }
-
-
-@dataclass(frozen=True)
-class SequentialWorkSource:
-    """All of a dataset, then all of the next."""
-
-    datasets: Sequence[DatasetConfig]
-    seed: int = 0
-
-    def settings(self) -> dict[str, Any]:
-        """The recipe fields that it decides."""
-        return {
-            "datasets": tuple(self.datasets),
-            "seed": self.seed,
-            "work_source": "sequential",
-        }
-
-
-@dataclass(frozen=True)
-class CustomWorkSource:
-    """Datasets drawn from as ``source.choose`` says; see ``ops.mix.WorkSource``."""
-
-    datasets: Sequence[DatasetConfig]
-    source: WorkSource
-    seed: int = 0
-
-    def settings(self) -> dict[str, Any]:
-        """The recipe fields that it decides."""
-        kind = type(self.source)
-        return {
-            "datasets": tuple(self.datasets),
-            "seed": self.seed,
-            "work_source": f"{kind.__module__}:{kind.__qualname__}",
-        }
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One microbatch: int64 arrays [microbatch_size, max_length]."""
-
-    inputs: np.ndarray
-    """Token ids."""
-    labels: np.ndarray
-    """The next token in the document, -100 where there is none to learn."""
-    positions: np.ndarray
-    """Position in the document, restarting with each row."""
-    extra_fields: tuple[str, ...] = ()
-
-    def to_training(self) -> tuple[dict[str, Any], Any]:
-        """As TorchTitan's trainer takes it: ``({"input", "positions", ...}, labels)``, tensors."""
-        import torch
-
-        fields = {"input": self.inputs, "positions": self.positions}
-        fields |= {name: getattr(self, name) for name in self.extra_fields}
-        return {k: torch.from_numpy(v) for k, v in fields.items()}, torch.from_numpy(self.labels)
-
-    @property
-    def document_ids(self) -> np.ndarray:
-        """Which document of its row each token belongs to, from 0; int64 as the inputs."""
-        return document_ids(self.positions)
-
-    @property
-    def cu_seqlens(self) -> np.ndarray:
-        """Where documents begin in the rows laid end to end, and the end: int32 [documents + 1]."""
-        return cu_seqlens(self.positions)
-
-
-def document_ids(positions: np.ndarray) -> np.ndarray:
-    """Numbers of the documents in each row, from their positions, [rows, seq_len]."""
-    return np.cumsum(positions == 0, axis=1) - 1
-
-
-def cu_seqlens(positions: np.ndarray) -> np.ndarray:
-    """Cumulative lengths of the documents in rows laid end to end, int32 [documents + 1]."""
-    return np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
-
-
-Source = StaticMixtureWorkSource | SequentialWorkSource | CustomWorkSource
 
 
 class Pipeline:
@@ -483,51 +348,3 @@ class Pipeline:
 
     def _set(self, **changes: Any) -> None:
         self.recipe = dataclasses.replace(self.recipe, **changes)
-
-
-def explain(pipeline: OpenPipeline, batch: int, ranks: tuple[int, int]) -> str:
-    """The plan of an opened pipeline, one line for each step."""
-    recipe, lanes = pipeline.recipe, pipeline.lanes
-    threads = recipe.runtime.threads
-    where = f"{threads} threads" if threads > 1 else "the producer thread"
-    row = 3 * 4 * recipe.seq_len
-    lines = [
-        f"pipeline {pipeline.fingerprint[:12]}: {lanes} lanes, global batch {batch}, "
-        f"rank {ranks[0]} of {ranks[1]}"
-    ]
-    for dataset, config in zip(pipeline.datasets, recipe.datasets, strict=True):
-        lines.append(
-            f"  read      worker       {dataset.name}: {len(dataset.shards)} {dataset.format} "
-            f"shards, {dataset.bytes:,} bytes in {dataset.num_chunks:,} chunks of up to "
-            f"{dataset.chunk_bytes:,}, weight {config.weight:g}; in {where}"
-        )
-    for function in pipeline.functions:
-        place = f"{threads} processes" if recipe.runtime.runner == "processes" else where
-        only = f" of {', '.join(function.datasets)}" if function.datasets else ""
-        lines.append(f"  {function.kind:<9} worker       {function.name}{only}; in {place}")
-    lines.append(
-        f"  tokenize  worker       {recipe.tokenizer.path} through {pipeline.tokenizer.backend}, "
-        f"{pipeline.tokenizer.vocab_size:,} ids; in {where}"
-    )
-    source = recipe.work_source
-    what = "token shares by weight" if source == "weights" else source
-    lines.append(f"  mix       accumulator  {what}, in {max(1, len(recipe.phases))} phase(s)")
-    packing = recipe.packing
-    bins = (
-        "" if packing.algorithm in ("wrap", "none") else f", {packing.open_bins} open rows a lane"
-    )
-    lines.append(
-        f"  pack      accumulator  {packing.algorithm} into rows of {recipe.seq_len}{bins}"
-    )
-    lines.append(
-        f"  shuffle   accumulator  segments of {pipeline.segment_rows} rows, "
-        f"{pipeline.segment_rows * row:,} bytes a lane, {lanes * pipeline.segment_rows * row:,} "
-        "for all lanes"
-    )
-    share = batch // ranks[1]
-    lines.append(
-        f"  batch     accumulator  {share} rows a step on this rank, "
-        f"{recipe.runtime.prefetch_steps} steps ahead, "
-        f"{(recipe.runtime.prefetch_steps + 1) * share * 2 * row:,} bytes"
-    )
-    return "\n".join(lines)

@@ -12,7 +12,7 @@ from tests.helpers import Run
 from torchtitan_zephon.audit.compare import Comparison, OtherRecipeError, compare, contradictions
 from torchtitan_zephon.audit.log import AuditError
 from torchtitan_zephon.audit.runs import read_run
-from torchtitan_zephon.stream import Step, sequence_digest
+from torchtitan_zephon.steps import Step, sequence_digest
 
 
 @pytest.fixture(scope="module")

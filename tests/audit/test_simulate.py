@@ -9,7 +9,7 @@ from tests.audit.trained import SEQ_LEN, write_data
 from tests.helpers import Run, global_batches, make_pipeline
 from torchtitan_zephon.audit.simulate import simulate
 from torchtitan_zephon.pipeline import Pipeline
-from torchtitan_zephon.stream import Steps
+from torchtitan_zephon.steps import Steps
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.toys import byte_tokenizer, write_jsonl, write_parquet
 from torchtitan_zephon.audit.gather import Publisher, Writer
 from torchtitan_zephon.audit.log import AuditLog
 from torchtitan_zephon.recipe import parse_recipe
-from torchtitan_zephon.stream import Step, Steps
+from torchtitan_zephon.steps import Step, Steps
 from torchtitan_zephon.titan import loader as loader_module
 from torchtitan_zephon.titan.loader import ZephonDataLoader
 

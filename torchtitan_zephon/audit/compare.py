@@ -13,7 +13,7 @@ import numpy as np
 from torchtitan_zephon.audit.log import PRIME, AuditError, sequence_value
 from torchtitan_zephon.audit.runs import LoggedStep, Run
 from torchtitan_zephon.recipe import differences
-from torchtitan_zephon.stream import sequence_digest
+from torchtitan_zephon.steps import sequence_digest
 
 Kind = Literal["batch size", "order only", "moved", "one sequence", "sequences", "unknown"]
 

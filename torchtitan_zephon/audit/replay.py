@@ -25,7 +25,7 @@ from torchtitan_zephon.pipeline import Pipeline
 from torchtitan_zephon.recipe import Recipe, RecipeError, differences
 from torchtitan_zephon.settings import read_table
 from torchtitan_zephon.sources.storage import SourceError
-from torchtitan_zephon.stream import sequence_digest, step_slice
+from torchtitan_zephon.steps import sequence_digest, step_slice
 
 
 def recipe_from_settings(settings: dict[str, Any]) -> Recipe:

@@ -17,7 +17,8 @@ from torchtitan_zephon.lane import Cursor
 from torchtitan_zephon.order import derive_key, permute
 from torchtitan_zephon.pipeline import Pipeline
 from torchtitan_zephon.state import read_cursors, read_meta
-from torchtitan_zephon.stream import BatchStream, lanes_of_rank, sequence_digest, step_slice
+from torchtitan_zephon.steps import lanes_of_rank, sequence_digest, step_slice
+from torchtitan_zephon.stream import BatchStream
 
 ALL_RANKS_UP_TO = 64
 

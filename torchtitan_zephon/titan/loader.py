@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torchtitan.components.dataloader import BaseDataLoader
 
-from torchtitan_zephon.api import Batch
 from torchtitan_zephon.audit.gather import Publisher, Writer
 from torchtitan_zephon.audit.log import AuditLog, Share
+from torchtitan_zephon.batch import Batch
 from torchtitan_zephon.pipeline import Pipeline, check_datasets
 from torchtitan_zephon.recipe import Recipe, RecipeError, auto_lanes
-from torchtitan_zephon.stream import BatchStream, Step
+from torchtitan_zephon.steps import Step
+from torchtitan_zephon.stream import BatchStream
 
 logger = logging.getLogger(__name__)
 
