@@ -2,7 +2,11 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +156,44 @@ def test_processes_are_gone_when_the_stream_is_closed(
     assert multiprocessing.active_children() != []
     stream.close()
     assert multiprocessing.active_children() == []
+
+
+def test_processes_end_when_the_training_process_is_killed(
+    table: dict[str, Any], tokenizer: Path, tmp_path: Path
+) -> None:
+    table = {
+        **table,
+        "operators": operators(("map", "shout")),
+        "runtime": {"runner": "processes", "threads": 2},
+    }
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import json, multiprocessing, sys, time\n"
+        "from pathlib import Path\n"
+        "from tests.helpers import Run, batch_streams, make_pipeline\n"
+        "if __name__ == '__main__':\n"
+        "    table, tokenizer = json.loads(sys.argv[1]), Path(sys.argv[2])\n"
+        "    pipeline = make_pipeline(table, seq_len=24, tokenizer=tokenizer)\n"
+        "    (stream,) = batch_streams(pipeline, batch=12, run=Run(1, 1))\n"
+        "    next(stream)\n"
+        "    print(*(p.pid for p in multiprocessing.active_children()), flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(script), json.dumps(table), str(tokenizer)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert process.stdout is not None
+    children = process.stdout.readline().split()
+    assert len(children) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("runner", ["threads", "processes"])

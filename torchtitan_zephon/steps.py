@@ -15,7 +15,7 @@ import numpy as np
 
 from torchtitan_zephon.lane import Cursor, Lane
 from torchtitan_zephon.ops.documents import IGNORE_LABEL, Rows
-from torchtitan_zephon.ops.functions import ProcessRunner, apply_functions
+from torchtitan_zephon.ops.functions import ProcessRunner, apply_functions, end_with_parent
 from torchtitan_zephon.ops.shuffle import emission_order
 from torchtitan_zephon.pipeline import Pipeline
 from torchtitan_zephon.state import next_number
@@ -168,7 +168,9 @@ class Steps:
         if runtime.runner == "processes" and pipeline.functions:
             # Spawned, not forked: the training process has threads, and an accelerator perhaps.
             context = multiprocessing.get_context("spawn")
-            self._processes = ProcessPoolExecutor(runtime.threads, mp_context=context)
+            self._processes = ProcessPoolExecutor(
+                runtime.threads, mp_context=context, initializer=end_with_parent
+            )
             apply = ProcessRunner(self._processes, runtime.threads)
         seq_len, finite = pipeline.recipe.seq_len, pipeline.recipe.finite
         self._padding = np.stack(

@@ -9,6 +9,8 @@ import functools
 import hashlib
 import importlib
 import inspect
+import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -174,6 +176,18 @@ class ProcessRunner:
         finally:
             _doing.pop(threading.get_ident(), None)
         return [r for kept, _ in done for r in kept], sum(n for _, n in done)
+
+
+def end_with_parent() -> None:
+    """In a worker process: end when the training process is gone, killed without a word perhaps."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="zephon-parent", daemon=True).start()
 
 
 _resolved = functools.cache(resolve)
