@@ -1,5 +1,6 @@
 """The Python face: the same object as a TOML's, under plain PyTorch and inside its DataLoaders."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -323,3 +324,29 @@ def test_the_stream_is_that_of_the_recipe(datasets: list[Any], tokenizer: Path) 
     with pipeline:
         got = digests(pipeline, 4)
     assert got == global_batches(pipeline.open(), batch=6, runs=[Run(3, 4)])
+
+
+def test_a_chain_that_begins_with_a_toml_keeps_its_operators_and_its_packing(
+    datasets: list[Any], tokenizer: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "p.toml").write_text(example(datasets, tokenizer).to_toml())
+    more = Pipeline.from_toml(tmp_path / "p.toml").map(shout).tokenize(str(tokenizer))
+    opened = more.open()
+    assert [f.kind for f in opened.functions] == ["map", "filter", "map"]
+    assert opened.recipe.packing.algorithm == "first_fit"
+
+
+def test_a_partial_has_a_name_without_an_address_and_its_arguments_in_the_fingerprint(
+    datasets: list[Any], tokenizer: Path
+) -> None:
+    def longer(record: dict[str, Any], than: int) -> bool:
+        return len(record["text"]) > than
+
+    def fingerprint(than: int) -> str:
+        step = functools.partial(longer, than=than)
+        return example(datasets, tokenizer).filter(step).open().fingerprint
+
+    assert fingerprint(3) == fingerprint(3)
+    assert fingerprint(3) != fingerprint(4)
+    with pytest.raises(RecipeError, match="longer <partial>: has no import path"):
+        example(datasets, tokenizer).filter(functools.partial(longer, than=3)).to_toml()

@@ -554,3 +554,42 @@ def test_a_chat_that_cannot_be_read_is_an_error_with_its_file(
     with pytest.raises(ValueError, match=r"chats\.jsonl: .*assistant"):
         list(stream)
     stream.close()
+
+
+def test_resuming_with_many_open_documents_reads_each_of_their_blocks_once(
+    table: dict[str, Any], tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchtitan_zephon.sources.feed import Feed
+
+    table = {**table, "packing": {"algorithm": "best_fit", "open_bins": 64}}
+    pipeline = make_pipeline(table, seq_len=256, tokenizer=tokenizer)
+    lane = pipeline.lane(pipeline.start(0))
+    lane.produce(3)
+    references = [r for row in lane.cursor.unfinished for r in row]
+    read: list[tuple[int, int]] = []
+    original = Feed.read
+
+    def counted(feed: Feed, ordinal: int, number: int) -> Any:
+        read.append((ordinal, number))
+        return original(feed, ordinal, number)
+
+    monkeypatch.setattr(Feed, "read", counted)
+    pipeline.lane(lane.cursor).produce(1)
+    assert len(read) == len({r[:3] for r in references}) < len(references)
+
+
+def test_a_phase_without_data_begins_the_next_one_and_the_last_is_an_error(
+    table: dict[str, Any], tokenizer: Path
+) -> None:
+    a, b = table["datasets"]
+    table = {**table, "datasets": [{**a, "passes": 1}, b]}
+    only_a = {"from_tokens": 0, "weights": {"a": 1}}
+    later = {"from_tokens": 1_000_000, "weights": {"b": 1}}
+    pipeline = make_pipeline({**table, "phases": [only_a, later]}, seq_len=24, tokenizer=tokenizer)
+    lane = pipeline.lane(pipeline.start(0))
+    lane.produce(60)
+    assert lane.cursor.phase == 1
+    assert_same_stream(pipeline, batch=12, runs=[Run(2, 12), Run(3, 12)])
+    pipeline = make_pipeline({**table, "phases": [only_a]}, seq_len=24, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="phase 0 have had their passes, while others are endless"):
+        pipeline.lane(pipeline.start(0)).produce(60)

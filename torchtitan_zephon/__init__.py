@@ -2,6 +2,7 @@
 
 from torchtitan_zephon.api import Pipeline
 from torchtitan_zephon.batch import Batch
+from torchtitan_zephon.recipe import PhaseConfig
 from torchtitan_zephon.work_sources import (
     CustomWorkSource,
     Dataset,
@@ -16,6 +17,7 @@ __all__ = [
     "CustomWorkSource",
     "Dataset",
     "MixtureSpec",
+    "PhaseConfig",
     "Pipeline",
     "SequentialWorkSource",
     "StaticMixtureWorkSource",

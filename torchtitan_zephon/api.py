@@ -26,10 +26,10 @@ import tomli_w
 
 from torchtitan_zephon.batch import Batch
 from torchtitan_zephon.explain import explain
-from torchtitan_zephon.ops.functions import Function, function_of
+from torchtitan_zephon.ops.functions import Function, function_of, is_importable
 from torchtitan_zephon.ops.mix import WorkSource
 from torchtitan_zephon.pipeline import Pipeline as OpenPipeline
-from torchtitan_zephon.pipeline import unstable_functions
+from torchtitan_zephon.pipeline import functions_of, unstable_functions
 from torchtitan_zephon.recipe import (
     OperatorConfig,
     PackingConfig,
@@ -68,7 +68,7 @@ class Pipeline:
         self._ranks: tuple[int, int] = (0, 1)
         self._opened: OpenPipeline | None = None
         self._stream: BatchStream | None = None
-        self._chosen: set[str] = set()
+        self._chosen = {"packing"} if isinstance(source, Recipe) else set()
 
     @classmethod
     def from_toml(cls, path: str | Path, *, seq_len: int = 2048, tokenizer: str = "") -> "Pipeline":
@@ -97,8 +97,10 @@ class Pipeline:
         faults = [
             f"{f.kind} {f.name}: has no import path; define it at the top of a module"
             for f in self._functions or ()
-            if "<" in f.name
+            if not is_importable(f)
         ]
+        if "<" in recipe.work_source:
+            faults.append(f"work source {recipe.work_source}: has no import path")
         if faults:
             raise RecipeError(faults)
         micro, batch = self._batch
@@ -337,7 +339,10 @@ class Pipeline:
 
     def _with(self, function: Function) -> "Pipeline":
         new = self._copy()
-        new._functions = (*(self._functions or ()), function)
+        before = self._functions
+        if before is None:  # those of the recipe that it was made of
+            before = functions_of(self.recipe)
+        new._functions = (*before, function)
         return new
 
     def _copy(self) -> "Pipeline":

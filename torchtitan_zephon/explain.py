@@ -7,7 +7,8 @@ def explain(pipeline: Pipeline, batch: int, ranks: tuple[int, int]) -> str:
     """The plan of an opened pipeline, one line for each step."""
     recipe, lanes = pipeline.recipe, pipeline.lanes
     threads = recipe.runtime.threads
-    where = f"{threads} threads" if threads > 1 else "the producer thread"
+    alone = threads == 1 or recipe.runtime.runner == "inline"
+    where = "the producer thread" if alone else f"{threads} threads"
     row = 3 * 4 * recipe.seq_len
     lines = [
         f"pipeline {pipeline.fingerprint[:12]}: {lanes} lanes, global batch {batch}, "
@@ -29,7 +30,7 @@ def explain(pipeline: Pipeline, batch: int, ranks: tuple[int, int]) -> str:
     )
     source = recipe.work_source
     what = "token shares by weight" if source == "weights" else source
-    lines.append(f"  mix       accumulator  {what}, in {max(1, len(recipe.phases))} phase(s)")
+    lines.append(f"  mix       accumulator  {what}, in {len(pipeline.phases)} phase(s)")
     packing = recipe.packing
     bins = (
         "" if packing.algorithm in ("wrap", "none") else f", {packing.open_bins} open rows a lane"

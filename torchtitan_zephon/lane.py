@@ -9,6 +9,7 @@ import numpy as np
 
 from torchtitan_zephon.ops.documents import Packer, Reference, Rows
 from torchtitan_zephon.ops.mix import Mixture
+from torchtitan_zephon.sources.feed import Block
 from torchtitan_zephon.sources.storage import SourceError
 
 _MOST_DRAWN = 1000  # tokens drawn for each place of a segment, before it is a fault
@@ -99,20 +100,23 @@ def _check_sum(entry: dict[str, Any]) -> str:
 class Lane:
     """Makes segment after segment of one lane, from a cursor on."""
 
-    def __init__(self, mixture: Mixture, packer: Packer, cursor: Cursor):
+    def __init__(self, mixture: Mixture, packer: Packer, cursor: Cursor, endless: bool):
         self.cursor = cursor
         """Where the next segment starts."""
         self.feeds = mixture.feeds
         """What the lane draws from, one for each dataset."""
         self._mixture = mixture
+        self._endless = endless
         self._packer = packer
         self._restored = False
 
     def produce(self, rows: int) -> Rows:
         """The next segment's rows; fewer than ``rows`` only where the data ends."""
         if not self._restored:
+            # Open rows hold stretches of hundreds of documents, from a handful of blocks.
+            blocks: dict[tuple[int, int, int], Block] = {}
             self._packer.restore(
-                [[(r, self._stretch(r)) for r in row] for row in self.cursor.unfinished]
+                [[(r, self._stretch(r, blocks)) for r in row] for row in self.cursor.unfinished]
             )
             self._restored = True
         packer, mixture = self._packer, self._mixture
@@ -121,6 +125,11 @@ class Lane:
         while not packer.full:
             documents = mixture.window(packer.wanted())
             if documents is None:
+                if self._endless:
+                    raise SourceError(
+                        f"lane {self.cursor.lane}: the datasets of phase {mixture.phase} have had "
+                        "their passes, while others are endless; give them more passes, or none"
+                    )
                 packer.close()
                 break
             mixture.advance(documents, packer.push(documents))
@@ -152,10 +161,15 @@ class Lane:
         )
         return made
 
-    def _stretch(self, reference: Reference) -> np.ndarray:
+    def _stretch(
+        self, reference: Reference, blocks: dict[tuple[int, int, int], Block]
+    ) -> np.ndarray:
         """The token ids of a referenced stretch of a document, one more than its pairs."""
         feed = self.feeds[reference.dataset]
-        block = feed.read(reference.ordinal, reference.block)
+        key = reference[:3]
+        if key not in blocks:
+            blocks[key] = feed.read(reference.ordinal, reference.block)
+        block = blocks[key]
         document = np.empty(0, dtype=np.int32)
         if reference.row < len(block):
             document = block.document(reference.row)

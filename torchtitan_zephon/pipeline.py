@@ -63,7 +63,12 @@ class Pipeline:
         self.lanes: int = recipe.lanes
         self.segment_rows = segment_rows(recipe.shuffle, self.lanes)
         faults: list[str] = []
-        self.functions = _functions(recipe, faults) if functions is None else functions
+        self.functions = functions or ()
+        if functions is None:
+            try:
+                self.functions = functions_of(recipe)
+            except RecipeError as error:
+                faults += error.faults
         self.source = _source(recipe, faults) if source is None else source
         if recipe.runtime.runner == "processes":
             faults += faults_in_other_processes(self.functions)
@@ -90,7 +95,7 @@ class Pipeline:
             faults.append(f"zephon.tokenizer: {error}")
         if faults:
             raise RecipeError(faults)
-        self._phases = _phases(recipe, self.lanes)
+        self.phases = _phases(recipe, self.lanes)
 
     def reads_records(self, dataset: str) -> bool:
         """Whether a dataset is read as whole records, and not as texts."""
@@ -140,13 +145,13 @@ class Pipeline:
             feeds.append(Feed(walk, Position(*at), left_out, executor))
         mixture = Mixture(
             feeds,
-            self._phases,
+            self.phases,
             recipe.on_exhausted,
             cursor.phase,
             cursor.base,
             self.source,
         )
-        return Lane(mixture, self._packer(), cursor)
+        return Lane(mixture, self._packer(), cursor, endless=not recipe.finite)
 
     def _packer(self) -> Packer:
         recipe, pad_id = self.recipe, self.tokenizer.eos_id or 0
@@ -203,14 +208,21 @@ class Pipeline:
         return digest_json(self.identity)
 
 
-def _functions(recipe: Recipe, faults: list[str]) -> tuple[Function, ...]:
-    found = []
+def functions_of(recipe: Recipe) -> tuple[Function, ...]:
+    """The functions that a recipe names.
+
+    Raises:
+        RecipeError: with each that cannot be found.
+    """
+    found, faults = [], []
     for i, operator in enumerate(recipe.operators):
         try:
             function = resolve(operator.kind, operator.function)
             found.append(dataclasses.replace(function, datasets=operator.datasets))
         except FunctionError as error:
             faults.append(f"zephon.operators[{i}].{error}")
+    if faults:
+        raise RecipeError(faults)
     return tuple(found)
 
 

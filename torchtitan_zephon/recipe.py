@@ -310,6 +310,8 @@ class Recipe:
             for name in operator.datasets:
                 if name not in known:
                     yield f"operators[{i}].datasets: no dataset {name!r}; {nearest(name, known)}"
+        if self.on_exhausted != "drop" and self.work_source != "weights":
+            yield f"on_exhausted = {self.on_exhausted!r}: only with work_source = 'weights'"
         if self.phases and self.work_source != "weights":
             yield f"work_source = {self.work_source!r}: not with phases, which change weights"
 

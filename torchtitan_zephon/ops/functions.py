@@ -72,25 +72,38 @@ def function_of(
     kind: Literal["map", "filter", "flat_map"], call: Callable[[Record], Any]
 ) -> Function:
     """A step from a function itself; ``name`` is its import path where it has one."""
-    module, name = getattr(call, "__module__", None), getattr(call, "__qualname__", repr(call))
-    return Function(kind, call, f"{module}:{name}")
+    target: Any = call.func if isinstance(call, functools.partial) else call
+    known = target if hasattr(target, "__qualname__") else type(target)
+    name = f"{known.__module__}:{known.__qualname__}"
+    return Function(kind, call, name if known is call else f"{name} <{type(call).__name__}>")
+
+
+def is_importable(function: Function) -> bool:
+    """Whether a function's name is the import path of that very function."""
+    try:
+        return resolve(function.kind, function.name).call is function.call
+    except FunctionError:
+        return False
 
 
 def source_digest(call: Callable[..., Any]) -> str:
     """SHA-256 (hex) of a function's source text; of its byte code where there is no source."""
+    digest = hashlib.sha256()
     target: Any = call
     while isinstance(target, functools.partial):
+        digest.update(repr((target.args, sorted(target.keywords.items()))).encode())
         target = target.func
     if not hasattr(target, "__code__"):
-        target = getattr(target, "__func__", type(target))
+        target = getattr(target, "__func__", target if inspect.isclass(target) else type(target))
     try:
-        text = inspect.getsource(target).encode()
+        digest.update(inspect.getsource(target).encode())
     except (OSError, TypeError):
         code = getattr(target, "__code__", None)
-        text = (
-            repr(target).encode() if code is None else code.co_code + repr(code.co_consts).encode()
-        )
-    return hashlib.sha256(text).hexdigest()
+        names = getattr(target, "__qualname__", ""), getattr(code, "co_names", ())
+        digest.update(repr(names).encode() + getattr(code, "co_code", b""))
+        constants = getattr(code, "co_consts", ())
+        digest.update(repr([c for c in constants if not inspect.iscode(c)]).encode())
+    return digest.hexdigest()
 
 
 _doing: dict[int, tuple[str, float]] = {}
@@ -203,15 +216,9 @@ def _apply_by_name(
 
 def faults_in_other_processes(functions: Sequence[Function]) -> list[str]:
     """Why functions cannot run in other processes: one line for each that cannot be imported."""
-    faults = []
-    for function in functions:
-        try:
-            same = resolve(function.kind, function.name).call is function.call
-        except FunctionError:
-            same = False
-        if not same:
-            faults.append(
-                f"{function.kind} {function.name}: other processes find functions by import path, "
-                "and this one has none; define it at the top of a module, or use runner = 'threads'"
-            )
-    return faults
+    return [
+        f"{function.kind} {function.name}: other processes find functions by import path, and this "
+        "one has none; define it at the top of a module, or use runner = 'threads'"
+        for function in functions
+        if not is_importable(function)
+    ]

@@ -110,6 +110,11 @@ class Mixture:
         at_hand = [self._at_hand(i, wanted) for i in active]
         if self._on_exhausted != "stop":
             at_hand = [x for x in at_hand if x.block is not None]
+        if not at_hand and self.phase + 1 < len(self._phases):
+            # Nothing is left for this phase: the next one begins early.
+            self.phase += 1
+            self.base = tuple(feed.position.tokens for feed in self.feeds)
+            return self.window(wanted)
         if not at_hand:
             return None
         if self._source is not None:
