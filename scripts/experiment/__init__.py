@@ -1,0 +1,1 @@
+"""What the two experiments share: starting runs, recording them, writing reports."""
