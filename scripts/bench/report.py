@@ -61,7 +61,8 @@ def _cpu_name() -> str:
 
 BARS = {
     "stock": "TorchTitan's loader",
-    "zephon 0.2.0": "Zephon 0.2.0",
+    "zephon 0.2.0": "Zephon 0.2.0, inline",
+    "zephon 0.2.0, mtp": "Zephon 0.2.0, mtp_mode",
     "grain, tokenizers": "Grain, tokenizers",
     "grain, gigatoken": "Grain, gigatoken",
     "ours, tokenizers": "torchtitan-zephon, tokenizers",

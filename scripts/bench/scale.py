@@ -29,25 +29,15 @@ def start(bench: Bench) -> Result:
                 "ours", "virtual_first_batch", corpus=huge, **how
             ),
         }
-        if lanes <= 64 and not small:
-            for mode in ("mtp", "threads"):
-                names[f"zephon 0.2.0 ({mode}), {one_name}, {lanes} lanes"] = job(
-                    "zephon",
-                    "first_batch",
-                    corpus=one,
-                    lanes=lanes,
-                    options={"mode": mode},
-                )
         results += in_turns(bench, names, min(2, bench.pairs))
     stock = {
         f"stock, {one_name}, first use": job("stock", "first_batch", corpus=one, options=fresh),
         f"stock, {one_name}, converted": job("stock", "first_batch", corpus=one, options=fresh),
-        f"zephon 0.2.0 (threads), {shards:,} shards": job(
-            "zephon",
-            "first_batch",
-            corpus=many,
-            options={"mode": "threads", "chunk_size": 64},
+        f"zephon 0.2.0, {shards:,} shards": job(
+            "zephon", "first_batch", corpus=many, options={"chunk_size": 64}
         ),
+        f"zephon 0.2.0, {one_name}": job("zephon", "first_batch", corpus=one),
+        f"zephon 0.2.0, {one_name}, 64 lanes": job("zephon", "first_batch", corpus=one, lanes=64),
         f"grain, {one_name}": job("grain", "first_batch", corpus=one, backend="gigatoken"),
     }
     results += in_turns(bench, stock, 1)
@@ -80,8 +70,7 @@ def resume(bench: Bench) -> Result:
     state = bench.work / "state.pickle"
     results = []
     for peer, how, batches in bench.sizes(cases):
-        mode = {} if peer == "ours" else {"mode": "threads"}
-        options: Result = {"batches": batches, "state": str(state), **mode}
+        options: Result = {"batches": batches, "state": str(state)}
         saved = bench.run(bench.job(peer, "save", options=options, **how))
         result = bench.run(bench.job(peer, "resume", options=options, **how))
         tokens = batches * 8 * 2048 / 1e6
