@@ -149,7 +149,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
     if args.chart and "throughput" in results:
-        machine = f"{facts['cores']} cores, {facts['cpu']}; one loader process, 1 thread"
+        machine = f"{facts['cores']} cores, {facts['cpu']}; 1 thread"
         report.draw(results["throughput"]["main"], machine, args.chart)
 
 

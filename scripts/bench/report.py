@@ -71,7 +71,7 @@ BARS = {
 }
 
 
-def draw(results: list[dict[str, Any]], cores: str, path: Path) -> None:
+def draw(results: list[dict[str, Any]], machine: str, path: Path) -> None:
     """Write a bar chart of the main comparison: medians of tokens per CPU-second, log scale."""
     import statistics
 
@@ -98,12 +98,16 @@ def draw(results: list[dict[str, Any]], cores: str, path: Path) -> None:
     axes.set_yticks(range(len(order)), [names[i] for i in order], fontsize=10)
     axes.set_xscale("log")
     axes.set_xlim(min(low) / 2.5, max(high) * 3)
-    axes.set_xlabel("million tokens per CPU-second (log scale); line: lowest to highest turn")
-    axes.set_title("Raw JSONL to packed, shuffled batches of 2048 tokens", loc="left", fontsize=12)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} M")
+    axes.set_xlabel("tokens per CPU-second, log scale; the line runs from lowest to highest turn")
+    axes.set_title(
+        f"Raw JSONL to packed, shuffled batches of 2048 tokens\n{machine}",
+        loc="left",
+        fontsize=11,
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", which="major", color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
-    figure.text(0.995, 0.005, cores, ha="right", va="bottom", fontsize=7, color="#52606d")
     figure.savefig(path, dpi=160)
     plt.close(figure)

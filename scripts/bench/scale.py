@@ -138,10 +138,14 @@ def growth(bench: Bench) -> Result:
             keys, extra = [*keys, "beyond_mb"], {"beyond MB": "beyond_mb:,.0f"}
         show(title, medians(found[title], keys), columns | extra)
 
+    large = str(corpora.make_corpus(bench.work, 4 if bench.smoke else 1024))
     measure(
         "lanes",
         {
-            f"{lanes} lanes": job("ours", "throughput", lanes=lanes, batch=max(8, lanes))
+            f"{lanes} lanes, {Path(corpus).name}": job(
+                "ours", "throughput", corpus=corpus, lanes=lanes, batch=max(8, lanes)
+            )
+            for corpus in bench.sizes([large, bench.data()])
             for lanes in bench.sizes([8, 1024, 1, 64, 256])
         },
     )
