@@ -112,7 +112,7 @@ def measure(config: PackingConfig, seq_len: int, documents: Documents) -> Outcom
     whole = np.bincount(document, sizes, len(documents)) == pairs
     seen = np.bincount(document, sizes**2, len(documents))[whole].sum()
     could_see = (pairs // seq_len * seq_len**2 + (pairs % seq_len) ** 2)[whole].sum()
-    places = sum(rows.inputs.size for rows in made)
+    places = sum(rows.tokens.size for rows in made)
     return Outcome(
         filled=1 - sum(rows.padding for rows in made) / places,
         split=float(np.mean(split)),

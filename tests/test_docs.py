@@ -196,7 +196,7 @@ def test_the_packer_of_the_page_keeps_the_laws(windows: Any) -> None:
     def check(tokens: list[list[int]], seq_len: int, rows: int, window: int) -> None:
         corpus, packer = Corpus(tokens, window), windows.Windows(seq_len)
         made = []
-        while not made or len(made[-1].inputs) == rows:
+        while not made or len(made[-1]) == rows:
             restored = windows.Windows(seq_len)
             restored.restore(corpus.read(packer.flush()))
             # Other windows: how documents were divided over calls of push must not matter.
@@ -205,7 +205,7 @@ def test_the_packer_of_the_page_keeps_the_laws(windows: Any) -> None:
             assert_equal_rows(fresh, made[-1])
             assert fresh.dropped == made[-1].dropped
             assert restored.flush() == packer.flush()
-            assert PAD not in made[-1].inputs
+            assert PAD not in made[-1].sequences[0]
         sizes = [len(document) - 1 for document in tokens]
         whole = [(d, p) for d, size in enumerate(sizes) for p in range(size - size % seq_len)]
         assert pairs_of(made) == whole

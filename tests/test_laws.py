@@ -198,7 +198,7 @@ def test_starting_afresh_from_any_cursor_equals_going_on_in_memory(
                 cursor = Cursor.from_json(going_on.cursor.to_json(), number)
                 afresh = pipeline.lane(cursor)
                 want, got = going_on.produce(7), afresh.produce(7)
-                for name in ("inputs", "labels", "positions", "pieces"):
+                for name in ("sequences", "pieces"):
                     np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
                 assert afresh.cursor == going_on.cursor
 
@@ -215,10 +215,11 @@ def test_tokens_read_are_tokens_trained_waiting_or_dropped_and_padding_is_counte
         for _ in range(5):
             rows = lane.produce(4)
             in_pieces = int((rows.pieces[:, 7] - rows.pieces[:, 6]).sum())
-            labelled = int(np.count_nonzero(rows.labels != IGNORE_LABEL))
+            labels = rows.sequences[1]
+            labelled = int(np.count_nonzero(labels != IGNORE_LABEL))
             assert in_pieces == labelled
             trained += labelled
-            padded += rows.labels.size - labelled
+            padded += labels.size - labelled
             read = sum(at[3] for _, at in lane.cursor.positions)
             waiting = sum(r.stop - r.start for row in lane.cursor.unfinished for r in row)
             assert lane.cursor.trained == trained
@@ -242,13 +243,14 @@ def test_every_row_is_the_text_that_its_pieces_name_and_no_label_crosses_a_docum
         known = [{tuple(byte_ids(t)) for t in d["path"]} for d in table["datasets"]]
         lane = pipeline.lane(pipeline.start(0))
         rows = lane.produce(6)
+        inputs, labels, positions = rows.sequences
         for row, column, dataset, ordinal, block, at, start, stop in rows.pieces.tolist():
             document = lane.feeds[dataset].read(ordinal, block).document(at)
             assert tuple(document.tolist()) in known[dataset]
             here = slice(column, column + stop - start)
-            np.testing.assert_array_equal(rows.inputs[row, here], document[start:stop])
-            np.testing.assert_array_equal(rows.labels[row, here], document[start + 1 : stop + 1])
-            np.testing.assert_array_equal(rows.positions[row, here], np.arange(stop - start))
+            np.testing.assert_array_equal(inputs[row, here], document[start:stop])
+            np.testing.assert_array_equal(labels[row, here], document[start + 1 : stop + 1])
+            np.testing.assert_array_equal(positions[row, here], np.arange(stop - start))
 
 
 @laws
@@ -344,7 +346,7 @@ def finite_run(pipeline: Pipeline, *, ranks: int) -> np.ndarray:
 def end_of(pipeline: Pipeline, number: int) -> Cursor:
     """The cursor behind the last row of a lane."""
     lane = pipeline.lane(pipeline.start(number))
-    while len(lane.produce(pipeline.segment_rows).inputs):
+    while len(lane.produce(pipeline.segment_rows)):
         pass
     return lane.cursor
 

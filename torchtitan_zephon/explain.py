@@ -9,7 +9,7 @@ def explain(pipeline: Pipeline, batch: int, ranks: tuple[int, int]) -> str:
     threads = recipe.runtime.threads
     alone = threads == 1 or recipe.runtime.runner == "inline"
     where = "the producer thread" if alone else f"{threads} threads"
-    row = 3 * 4 * recipe.seq_len
+    kept, handed_out = 4 * recipe.seq_len, 3 * 8 * recipe.seq_len  # bytes of a row
     lines = [
         f"pipeline {pipeline.fingerprint[:12]}: {lanes} lanes, global batch {batch}, "
         f"rank {ranks[0]} of {ranks[1]}"
@@ -40,13 +40,13 @@ def explain(pipeline: Pipeline, batch: int, ranks: tuple[int, int]) -> str:
     )
     lines.append(
         f"  shuffle   accumulator  segments of {pipeline.segment_rows} rows, "
-        f"{pipeline.segment_rows * row:,} bytes a lane, {lanes * pipeline.segment_rows * row:,} "
+        f"{pipeline.segment_rows * kept:,} bytes a lane, {lanes * pipeline.segment_rows * kept:,} "
         "for all lanes"
     )
     share = batch // ranks[1]
     lines.append(
         f"  batch     accumulator  {share} rows a step on this rank, "
         f"{recipe.runtime.prefetch_steps} steps ahead, "
-        f"{(recipe.runtime.prefetch_steps + 1) * share * 2 * row:,} bytes"
+        f"{(recipe.runtime.prefetch_steps + 1) * share * handed_out:,} bytes"
     )
     return "\n".join(lines)

@@ -24,9 +24,11 @@ def mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def derive_key(*parts: int | str) -> int:
-    """A 64-bit key from integers (0 to 2**64-1) and strings; every part and its place counts."""
-    key = 0
+def derive_key(*parts: int | str, key: int = 0) -> int:
+    """A 64-bit key from integers (0 to 2**64-1) and strings; every part and its place counts.
+
+    Given the ``key`` of some parts, it is the key of those and the new ones behind them.
+    """
     for part in parts:
         for word in _words(part):
             key = mix64(((key ^ word) + _GOLDEN) & _MASK)

@@ -153,8 +153,13 @@ class Pipeline:
         )
         return Lane(mixture, self._packer(), cursor, endless=not recipe.finite)
 
+    @property
+    def pad_id(self) -> int:
+        """The token id that padding reads."""
+        return self.tokenizer.eos_id or 0
+
     def _packer(self) -> Packer:
-        recipe, pad_id = self.recipe, self.tokenizer.eos_id or 0
+        recipe, pad_id = self.recipe, self.pad_id
         if recipe.packing.algorithm == "wrap":
             return Wrap(recipe.seq_len, pad_id)
         groups = groups_of(recipe.packing, recipe.datasets)

@@ -20,9 +20,12 @@ _PLACE_FIELDS = ("seed", "tokenizer", "chat", "shuffle.order", "operators")
 _META_KEYS = ("steps", "sequences", "lanes", "segment_rows", "fingerprint", "recipe")
 
 
-def next_number(consumed: int, lane: int, lanes: int) -> int:
-    """The number of a lane's next sequence when ``consumed`` sequences of the run are behind."""
-    return max(0, -(-(consumed - lane) // lanes))
+def next_number(consumed: int, lane: Any, lanes: int) -> Any:
+    """The number of a lane's next sequence when ``consumed`` sequences of the run are behind.
+
+    Of many lanes, given as an array, likewise an array.
+    """
+    return (consumed - lane + lanes - 1) // lanes  # from 0 on: lane is at most lanes - 1
 
 
 def save_state(

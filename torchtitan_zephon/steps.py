@@ -7,14 +7,13 @@ slice of ``B / G``. So what a step holds depends on neither ``G`` nor anything e
 
 import hashlib
 import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from torchtitan_zephon.lane import Cursor, Lane
-from torchtitan_zephon.ops.documents import IGNORE_LABEL, Rows
+from torchtitan_zephon.ops.documents import Rows, lay_out, padding_row
 from torchtitan_zephon.ops.functions import ProcessRunner, apply_functions, end_with_parent
 from torchtitan_zephon.ops.shuffle import emission_order
 from torchtitan_zephon.pipeline import Pipeline
@@ -28,11 +27,13 @@ def step_slice(
 
     ``first`` is the count of sequences that earlier steps consumed.
     """
-    i = np.arange(first, first + batch)
-    lane, number = i % lanes, i // lanes
-    order = np.lexsort((number, lane))
-    mine = order[rank * (batch // ranks) : (rank + 1) * (batch // ranks)]
-    return lane[mine], number[mine]
+    every, over = divmod(batch, lanes)
+    # Lanes from first % lanes on, around the end, have one sequence more where it does not divide.
+    counts = every + ((np.arange(lanes) - first) % lanes < over)
+    ends = np.cumsum(counts)
+    place = np.arange(rank * (batch // ranks), (rank + 1) * (batch // ranks))
+    lane = np.searchsorted(ends, place, side="right")
+    return lane, next_number(first, lane, lanes) + place - (ends - counts)[lane]
 
 
 def lanes_of_rank(
@@ -58,10 +59,7 @@ def lanes_of_rank(
 
 
 def sequence_digest(*rows: np.ndarray) -> bytes:
-    """SHA-256 of one sequence: inputs, labels and positions in a row, as little-endian int32.
-
-    Given as three arrays [seq_len] or as one [3, seq_len].
-    """
+    """SHA-256 of one sequence: inputs, labels and positions, [seq_len], as little-endian int32."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(np.ascontiguousarray(row, dtype="<i4").data)
@@ -75,10 +73,12 @@ class _LaneReader:
         self._pipeline = pipeline
         self._lane = lane
         self._size = pipeline.segment_rows
+        # The number of the segment's first sequence; before there is a segment, of one behind it.
+        self._first = (lane.cursor.segment - 1) * self._size
         self._order: list[int] = []
         self._entries: dict[int, str] = {}
-        self.rows = np.empty((0, 3, 0), dtype=np.int32)
-        """The segment's inputs, labels and positions, int32 [rows, 3, seq_len]."""
+        self.rows: Rows
+        """The segment's rows."""
         self.tokens = np.empty((0, 0), dtype=np.int64)
         """Tokens of each dataset in each row, int64 [rows, datasets]."""
         self._note(lane.cursor)
@@ -92,34 +92,34 @@ class _LaneReader:
 
         Asked for in rising order, since segments that are behind are not kept.
         """
-        segment, place = divmod(number, self._size)
-        self._produce_to(segment)
-        assert self._lane.cursor.segment == segment + 1, "a lane is read forwards only"
+        place = number - self._first
+        if place >= self._size:
+            self._produce_to(number // self._size)
+            place = number - self._first
+        assert place >= 0, "a lane is read forwards only"
         return self._order[place] if place < len(self._order) else None
 
-    def entry(self, number: int) -> tuple[int, str]:
-        """The segment that ``number`` lies in, and the JSON of the cursor at its start."""
-        segment = number // self._size
+    def entry(self, segment: int) -> str:
+        """The JSON of the cursor at the start of a segment."""
         self._produce_to(segment - 1)
-        return segment, self._entries[segment]
+        return self._entries[segment]
 
     def _produce_to(self, segment: int) -> None:
         while self._lane.cursor.segment <= segment:
             cursor, recipe = self._lane.cursor, self._pipeline.recipe
-            made = self._lane.produce(self._size)
-            # One array of all three, so that a row is hashed and handed out in one piece.
-            self.rows = np.stack([made.inputs, made.labels, made.positions], axis=1)
-            self.tokens = _tokens_by_row(made, len(self._pipeline.datasets))
+            self.rows = self._lane.produce(self._size)
+            self.tokens = _tokens_by_row(self.rows, len(self._pipeline.datasets))
             order = emission_order(
                 recipe.shuffle, recipe.seed, cursor.lane, cursor.segment, len(self.rows)
             )
             self._order = order.tolist()
+            self._first = cursor.segment * self._size
             self._note(self._lane.cursor)
 
 
 def _tokens_by_row(made: Rows, datasets: int) -> np.ndarray:
     """Tokens of each dataset in each row, int64 [rows, datasets]."""
-    tokens = np.zeros((len(made.inputs), datasets), dtype=np.int64)
+    tokens = np.zeros((len(made), datasets), dtype=np.int64)
     row, dataset, start, stop = (made.pieces[:, i] for i in (0, 2, 6, 7))
     np.add.at(tokens, (row, dataset), stop - start)
     return tokens
@@ -172,18 +172,14 @@ class Steps:
                 runtime.threads, mp_context=context, initializer=end_with_parent
             )
             apply = ProcessRunner(self._processes, runtime.threads)
-        seq_len, finite = pipeline.recipe.seq_len, pipeline.recipe.finite
-        self._padding = np.stack(
-            [
-                np.full(seq_len, pipeline.tokenizer.eos_id or 0, dtype=np.int32),
-                np.full(seq_len, IGNORE_LABEL, dtype=np.int32),
-                np.arange(seq_len, dtype=np.int32),
-            ]
-        )
+        self._padding = padding_row(pipeline.recipe.seq_len, pipeline.pad_id)
+        finite = pipeline.recipe.finite
         self._readers = {
             lane: _LaneReader(pipeline, pipeline.lane(cursors[lane], self._threads, apply))
             for lane in lanes_of_rank(batch, pipeline.lanes, rank, ranks, consumed, finite)
         }
+        self._due = np.full(len(self._readers), -1)
+        self._entries: dict[int, tuple[int, str]] = {}
 
     def close(self) -> None:
         """End the worker threads and processes."""
@@ -191,46 +187,55 @@ class Steps:
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def entries(self, consumed: int) -> dict[int, tuple[int, str]]:
-        """For each lane of the rank: the segment of its next sequence and that segment's cursor."""
-        lanes = self._pipeline.lanes
-        return {
-            lane: reader.entry(next_number(consumed, lane, lanes))
-            for lane, reader in self._readers.items()
-        }
+    def _entries_at(self, consumed: int) -> dict[int, tuple[int, str]]:
+        """For each lane of the rank: the segment of its next sequence and that segment's cursor.
 
-    def __iter__(self) -> Iterator[Step]:
-        while True:
-            step = self._next()
-            if step is None:
-                return
-            yield step
+        The same dict again as long as no lane comes to another segment.
+        """
+        lanes = np.array(list(self._readers), dtype=np.int64)
+        due = next_number(consumed, lanes, self._pipeline.lanes) // self._pipeline.segment_rows
+        changed = np.flatnonzero(due != self._due)
+        if len(changed):
+            self._due, self._entries = due, dict(self._entries)
+            for lane, segment in zip(lanes[changed].tolist(), due[changed].tolist(), strict=True):
+                self._entries[lane] = segment, self._readers[lane].entry(segment)
+        return self._entries
 
-    def _next(self) -> Step | None:
-        if self._ended():
-            return None
-        pipeline = self._pipeline
-        lane, number = step_slice(
-            self._consumed, self._batch, pipeline.lanes, self._rank, self._ranks
-        )
-        sequences = np.empty((3, len(lane), pipeline.recipe.seq_len), dtype=np.int64)
-        tokens = np.zeros(len(pipeline.datasets), dtype=np.int64)
-        digests = []
-        for i, (at_lane, at_number) in enumerate(zip(lane.tolist(), number.tolist(), strict=True)):
-            reader = self._readers[at_lane]
-            row = reader.row(at_number)
-            if row is None:
-                sequence = self._padding
-            else:
-                sequence = reader.rows[row]
-                tokens += reader.tokens[row]
-            sequences[:, i] = sequence
-            if self._digests:
-                digests.append(sequence_digest(sequence))
-        self._consumed += self._batch
-        inputs, labels, positions = sequences
-        entries = self.entries(self._consumed)
-        return Step(inputs, labels, positions, digests, tokens, self._consumed, entries)
+    def take(self, count: int) -> list[Step]:
+        """The next ``count`` steps; fewer where the data ends.
+
+        Small steps cost less when several are made together.
+        """
+        pipeline, picks, made = self._pipeline, [], []
+        while len(made) < count and not self._ended():
+            lane, number = step_slice(
+                self._consumed, self._batch, pipeline.lanes, self._rank, self._ranks
+            )
+            tokens = np.zeros(len(pipeline.datasets), dtype=np.int64)
+            for at_lane, at_number in zip(lane.tolist(), number.tolist(), strict=True):
+                reader = self._readers[at_lane]
+                row = reader.row(at_number)
+                if row is None:
+                    picks.append((self._padding, 0))
+                else:
+                    picks.append((reader.rows, row))
+                    tokens += reader.tokens[row]
+            self._consumed += self._batch
+            made.append((tokens, self._consumed, self._entries_at(self._consumed)))
+        seq_len, digests = pipeline.recipe.seq_len, []
+        if self._digests:
+            out = lay_out(picks, seq_len, np.int32)
+            digests = [sequence_digest(*out[:, i]) for i in range(len(picks))]
+            out = out.astype(np.int64)
+        else:
+            out = lay_out(picks, seq_len, np.int64)
+        share, steps = self._batch // self._ranks, []
+        for i, (tokens, consumed, entries) in enumerate(made):
+            part = slice(i * share, (i + 1) * share)
+            inputs, labels, positions = out[:, part]
+            mine = digests[part]
+            steps.append(Step(inputs, labels, positions, mine, tokens, consumed, entries))
+        return steps
 
     def _ended(self) -> bool:
         """Whether a finite run has no sequence left, in any lane, at the start of the next step."""
@@ -238,6 +243,6 @@ class Steps:
             return False
         lanes = self._pipeline.lanes
         return all(
-            reader.row(next_number(self._consumed, lane, lanes)) is None
+            reader.row(int(next_number(self._consumed, lane, lanes))) is None
             for lane, reader in self._readers.items()
         )

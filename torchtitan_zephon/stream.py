@@ -1,6 +1,5 @@
 """One rank's batches: steps prepared ahead in a thread, handed out in microbatches."""
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -78,7 +77,6 @@ class BatchStream:
 
     def _reset(self) -> None:
         self._steps: Steps | None = None
-        self._source: Iterator[Step] | None = None
         self._producer: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[list[Step | None]]] = deque()
         self._ready: deque[Step | None] = deque()
@@ -146,13 +144,12 @@ class BatchStream:
     def _produce(self) -> list[Step | None]:
         # Always in the one producer thread, so steps are made in order and one at a time. Small
         # steps are handed over a few together: a hand-over takes as long as making 4,000 tokens.
-        if self._source is None:
+        if self._steps is None:
             self._steps = self._new_steps()
-            self._source = iter(self._steps)
         tokens = self._batch // self._ranks * self.pipeline.recipe.seq_len
         count = max(1, min(_MOST_TOGETHER, _HAND_OVER_TOKENS // tokens))
-        steps: list[Step | None] = list(itertools.islice(self._source, count))
-        return steps if len(steps) == count else [*steps, None]
+        steps = self._steps.take(count)
+        return [*steps] if len(steps) == count else [*steps, None]
 
     def _new_steps(self) -> Steps:
         return Steps(

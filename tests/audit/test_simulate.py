@@ -9,7 +9,7 @@ from tests.audit.trained import SEQ_LEN, write_data
 from tests.helpers import Run, global_batches, make_pipeline
 from torchtitan_zephon.audit.simulate import simulate
 from torchtitan_zephon.pipeline import Pipeline
-from torchtitan_zephon.steps import Steps
+from torchtitan_zephon.steps import Step, Steps
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +61,16 @@ def test_of_thousands_of_ranks_a_sample_is_looked_at_the_first_and_the_last_amon
 def test_a_rank_that_is_given_other_rows_is_found_and_named(
     table: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sound = Steps._next
+    sound = Steps.take
 
-    def faulty(self: Steps) -> Any:
-        step = sound(self)
-        if step is not None and (self._ranks, self._rank, step.consumed) == (3, 2, 7 * 24):
-            step.inputs[0, 0] += 1
-        return step
+    def faulty(self: Steps, count: int) -> list[Step]:
+        steps = sound(self, count)
+        for step in steps:
+            if (self._ranks, self._rank, step.consumed) == (3, 2, 7 * 24):
+                step.inputs[0, 0] += 1
+        return steps
 
-    monkeypatch.setattr(Steps, "_next", faulty)
+    monkeypatch.setattr(Steps, "take", faulty)
     arms = simulate(
         pipeline_of(table, folder), batch=24, ranks=2, resume=[4, 3], at=5, steps=8, honest=True
     )

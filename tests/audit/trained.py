@@ -99,11 +99,10 @@ def _audited_without_process_groups() -> Generator[None]:
 @contextmanager
 def fault(change: Callable[[int, int, Step], Step]) -> Generator[None]:
     """Let ``change`` have each step of each rank: (rank, step's number, step) -> step."""
-    sound = Steps._next
+    sound = Steps.take
 
-    def faulty(self: Steps) -> Step | None:
-        step = sound(self)
-        return None if step is None else change(self._rank, step.consumed // self._batch, step)
+    def faulty(self: Steps, count: int) -> list[Step]:
+        return [change(self._rank, s.consumed // self._batch, s) for s in sound(self, count)]
 
-    with mock.patch.object(Steps, "_next", faulty):
+    with mock.patch.object(Steps, "take", faulty):
         yield

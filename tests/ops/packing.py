@@ -44,11 +44,9 @@ class Corpus:
 
 def assert_rows(rows: Rows, inputs: list, labels: list, positions: list, padding: int = 0) -> None:
     """Compares with literal rows, and the arrays with what ``Rows`` promises of them."""
-    assert rows.inputs.tolist() == inputs
-    assert rows.labels.tolist() == labels
-    assert rows.positions.tolist() == positions
+    assert rows.sequences.tolist() == [inputs, labels, positions]
     assert rows.padding == padding
-    for array in (rows.inputs, rows.labels, rows.positions):
+    for array in (rows.tokens, rows.after, rows.sequences):
         assert array.dtype == np.int32
         assert array.flags.c_contiguous
     assert rows.pieces.dtype == np.int64
@@ -56,32 +54,29 @@ def assert_rows(rows: Rows, inputs: list, labels: list, positions: list, padding
 
 def assert_equal_rows(left: Rows, right: Rows) -> None:
     """The same rows in every array."""
-    assert left.inputs.tolist() == right.inputs.tolist()
-    assert left.labels.tolist() == right.labels.tolist()
-    assert left.positions.tolist() == right.positions.tolist()
+    assert left.sequences.tolist() == right.sequences.tolist()
     assert left.pieces.tolist() == right.pieces.tolist()
     assert left.padding == right.padding
 
 
 def assert_pieces_rebuild(rows: Rows, tokens: list[list[int]]) -> None:
     """Rows made again from the documents by the pieces table are the rows, padding and all."""
-    shape = rows.inputs.shape
+    shape = rows.tokens.shape
     inputs, labels = np.full(shape, PAD), np.full(shape, NO)
     positions = np.full(shape, -1)
-    for row, column, dataset, ordinal, block, document, start, stop in rows.pieces.tolist():
-        assert (dataset, ordinal, block) == (0, 0, 0)
+    for row, column, _, ordinal, block, document, start, stop in rows.pieces.tolist():
+        assert (ordinal, block) == (0, 0)
         end = column + stop - start
         assert column < end <= shape[1]
         assert (labels[row, column:end] == NO).all()
-        inputs[row, column:end] = tokens[document][start:stop]
-        labels[row, column:end] = tokens[document][start + 1 : stop + 1]
+        piece = tokens[document][start : stop + 1]
+        inputs[row, column:end] = [t if t >= 0 else ~t for t in piece[:-1]]
+        labels[row, column:end] = [t if t >= 0 else NO for t in piece[1:]]
         positions[row, column:end] = np.arange(stop - start)
     padded = positions == -1
     for row in range(shape[0]):
         positions[row, padded[row]] = np.arange(padded[row].sum())
-    assert rows.inputs.tolist() == inputs.tolist()
-    assert rows.labels.tolist() == labels.tolist()
-    assert rows.positions.tolist() == positions.tolist()
+    assert rows.sequences.tolist() == [inputs.tolist(), labels.tolist(), positions.tolist()]
     assert rows.padding == padded.sum()
     assert rows.pieces[:, :2].tolist() == sorted(rows.pieces[:, :2].tolist())
 

@@ -1,6 +1,5 @@
 """Open rows: to which a document goes, when they are finished, what waits and what is dropped."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ def layout(corpus: Corpus, packer: Bins, rows: int) -> list[list[tuple[int, int]
     """For each row of a segment its pieces, as (document, pairs)."""
     made = corpus.segment(packer, rows)
     assert_pieces_rebuild(made, corpus.tokens)
-    out: list[list[tuple[int, int]]] = [[] for _ in range(len(made.inputs))]
+    out: list[list[tuple[int, int]]] = [[] for _ in range(len(made))]
     for row, _, _, _, _, document, start, stop in made.pieces.tolist():
         out[row].append((document, stop - start))
     return out
@@ -87,7 +86,7 @@ def test_a_full_row_is_finished_at_once():
     assert packer.wanted() == 4
     assert not packer.full
     packer.close()
-    assert packer.take().inputs.tolist() == [
+    assert packer.take().sequences[0].tolist() == [
         [10, 11, 12, 13],
         [0, 1, 2, 20],
         [30, 31, PAD, PAD],
@@ -274,7 +273,7 @@ def rows_of(packer: Bins, data: Documents, rows: int) -> list[list[tuple[int, in
     packer.push(data)
     packer.close()
     made = packer.take()
-    out: list[list[tuple[int, int, int]]] = [[] for _ in range(len(made.inputs))]
+    out: list[list[tuple[int, int, int]]] = [[] for _ in range(len(made))]
     for row, _, dataset, _, _, document, start, stop in made.pieces.tolist():
         out[row].append((dataset, document, stop - start))
     return out
@@ -335,10 +334,10 @@ def test_drop_leaves_out_long_documents_and_counts_them(algorithm: str):
 def test_tokens_that_are_no_loss_targets_are_inputs_but_not_labels():
     corpus = Corpus([[1, ~2, ~3, 4], [~5, 6]])
     rows = corpus.segment(bins("best_fit", 6), 1)
-    assert rows.inputs.tolist() == [[1, 2, 3, 5, PAD, PAD]]
-    assert rows.labels.tolist() == [[NO, NO, 4, 6, NO, NO]]
+    assert rows.sequences[0].tolist() == [[1, 2, 3, 5, PAD, PAD]]
+    assert rows.sequences[1].tolist() == [[NO, NO, 4, 6, NO, NO]]
     corpus, packer = Corpus([[1, ~2, 3, ~4, 5, ~6, 7]]), bins("first_fit", 4)
-    assert corpus.segment(packer, 1).labels.tolist() == [[NO, 3, NO, 5]]
+    assert corpus.segment(packer, 1).sequences[1].tolist() == [[NO, 3, NO, 5]]
     assert_rows(corpus.segment(packer, 1), [[5, 6, PAD, PAD]], [[NO, 7, NO, NO]], [[0, 1, 0, 1]], 2)
 
 
@@ -427,17 +426,17 @@ def test_every_pair_is_trained_waits_or_is_dropped_and_restoring_equals_going_on
         assert_equal_rows(fresh, made[-1])
         assert fresh.dropped == made[-1].dropped
         assert restored.flush() == packer.flush()
-        assert_rebuilt_from_pieces(made[-1], tokens)
+        assert_pieces_rebuild(made[-1], tokens)
         assert len(packer.flush()) <= config.open_bins + 1
         dropped += made[-1].dropped
         waiting = sum(r.stop - r.start for row in packer.flush() for r in row)
         trained = len(pairs_of(made))
         assert sum(counts[: corpus.at]) == trained + waiting + dropped
-        if len(made[-1].inputs) < rows:
+        if len(made[-1]) < rows:
             break
     assert packer.flush() == []
     assert len(set(pairs_of(made))) == len(pairs_of(made)) == sum(counts) - dropped
-    places = sum(segment.inputs.size for segment in made)
+    places = sum(segment.tokens.size for segment in made)
     assert sum(segment.padding for segment in made) == places - sum(counts) + dropped
     pieces = np.concatenate([segment.pieces for segment in made]).tolist()
     whole = {d for *_, d, a, b in pieces if b - a == counts[d]}
@@ -450,22 +449,9 @@ def test_every_pair_is_trained_waits_or_is_dropped_and_restoring_equals_going_on
         assert_rows_keep_to_the_settings(segment, config, groups)
 
 
-def assert_rebuilt_from_pieces(rows: Rows, tokens: list[list[int]]) -> None:
-    """The pieces of all datasets rebuild the rows, also where tokens are no loss targets."""
-    plain = [[t if t >= 0 else ~t for t in document] for document in tokens]
-    labels = rows.labels.copy()
-    for row, column, *_, document, start, stop in rows.pieces.tolist():
-        want = [t if t >= 0 else NO for t in tokens[document][start + 1 : stop + 1]]
-        assert labels[row, column : column + stop - start].tolist() == want
-        labels[row, column : column + stop - start] = plain[document][start + 1 : stop + 1]
-    pieces = rows.pieces.copy()
-    pieces[:, 2] = 0
-    assert_pieces_rebuild(replace(rows, labels=labels, pieces=pieces), plain)
-
-
 def assert_rows_keep_to_the_settings(rows: Rows, config: PackingConfig, groups: list[int]) -> None:
     most = 1 if config.algorithm == "none" else config.max_documents
-    for row in range(len(rows.inputs)):
+    for row in range(len(rows)):
         mine = rows.pieces[rows.pieces[:, 0] == row]
         assert len({groups[dataset] for dataset in mine[:, 2].tolist()}) == 1
         assert len(mine) <= most or most == 0
@@ -484,7 +470,7 @@ def test_best_fit_wrap_pads_only_at_the_end_of_the_data(counts, seq_len, open_bi
     for _ in range(1000):
         made = corpus.segment(packer, rows)
         padding += (seq_len - np.bincount(made.pieces[:, 0], sizes_of(made))).tolist()
-        if len(made.inputs) < rows:
+        if len(made) < rows:
             break
     assert all(places == 0 for places in padding[:-open_bins])
 
@@ -506,5 +492,5 @@ def test_best_fit_wrap_with_one_open_row_is_wrap(counts, seq_len, rows):
     for _ in range(1000):
         made = corpus.segment(packer, rows)
         assert_equal_rows(made, other.segment(wrap, rows))
-        if len(made.inputs) < rows:
+        if len(made) < rows:
             break

@@ -68,12 +68,12 @@ def test_the_tail_of_a_document_begins_the_next_segment():
 def test_a_document_longer_than_several_segments_goes_through_them_all():
     corpus, packer = Corpus([list(range(12)), [50, 51]]), Wrap(2, PAD)
     made = [corpus.segment(packer, 2) for _ in range(3)]
-    assert [r.inputs.tolist() for r in made] == [
+    assert [r.sequences[0].tolist() for r in made] == [
         [[0, 1], [2, 3]],
         [[4, 5], [6, 7]],
         [[8, 9], [10, 50]],
     ]
-    assert [r.labels.tolist() for r in made] == [
+    assert [r.sequences[1].tolist() for r in made] == [
         [[1, 2], [3, 4]],
         [[5, 6], [7, 8]],
         [[9, 10], [11, 51]],
@@ -108,7 +108,7 @@ def test_push_takes_no_more_documents_than_the_segment_has_room_for():
     assert (packer.wanted(), packer.full) == (2, False)
     assert packer.push(documents([[5, 6], [7, 8, 9], [10, 11]], 2)) == 2
     assert packer.full
-    assert packer.take().inputs.tolist() == [[1, 3], [5, 7]]
+    assert packer.take().sequences[0].tolist() == [[1, 3], [5, 7]]
     assert packer.flush() == [[Reference(0, 0, 0, 3, 1, 2)]]
 
 
@@ -128,10 +128,10 @@ def test_rows_are_all_pairs_in_order_and_restoring_equals_going_on(tokens, seq_l
         assert_equal_rows(fresh, made[-1])
         assert restored.flush() == packer.flush()
         assert_pieces_rebuild(made[-1], tokens)
-        if len(made[-1].inputs) < rows:
+        if len(made[-1]) < rows:
             break
     pairs = [(d, p) for d, document in enumerate(tokens) for p in range(len(document) - 1)]
-    flat = [x for segment in made for x in segment.inputs.ravel().tolist()]
+    flat = [x for segment in made for x in segment.sequences[0].ravel().tolist()]
     expected = [tokens[d][p] for d, p in pairs]
     padding = -len(pairs) % seq_len
     assert flat == expected + [PAD] * padding

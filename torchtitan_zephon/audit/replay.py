@@ -19,7 +19,7 @@ from torchtitan_zephon.audit.locate import Locator, Origin
 from torchtitan_zephon.audit.log import AuditError, step_sums
 from torchtitan_zephon.audit.runs import LoggedStep, Run
 from torchtitan_zephon.lane import Cursor, Lane, StateError
-from torchtitan_zephon.ops.documents import IGNORE_LABEL, Reference, Rows
+from torchtitan_zephon.ops.documents import Reference, Rows, padding_row
 from torchtitan_zephon.ops.shuffle import emission_order
 from torchtitan_zephon.pipeline import Pipeline
 from torchtitan_zephon.recipe import Recipe, RecipeError, differences
@@ -297,26 +297,13 @@ class LaneReader:
         segment, place = divmod(number, self._pipeline.segment_rows)
         rows, order = self._rows(segment)
         lane = self._lane.cursor.lane
-        if place >= len(order):
-            seq_len = self._pipeline.recipe.seq_len
-            return Sequence(
-                lane,
-                number,
-                np.full(seq_len, self._pipeline.tokenizer.eos_id or 0, dtype=np.int32),
-                np.full(seq_len, IGNORE_LABEL, dtype=np.int32),
-                np.arange(seq_len, dtype=np.int32),
-                np.empty((0, 7), dtype=np.int64),
-            )
-        row = int(order[place])
+        if place < len(order):
+            row = int(order[place])
+        else:
+            rows, row = padding_row(self._pipeline.recipe.seq_len, self._pipeline.pad_id), 0
         lo, hi = np.searchsorted(rows.pieces[:, 0], [row, row + 1])
-        return Sequence(
-            lane,
-            number,
-            rows.inputs[row],
-            rows.labels[row],
-            rows.positions[row],
-            rows.pieces[lo:hi, 1:],
-        )
+        inputs, labels, positions = rows.sequences[:, row]
+        return Sequence(lane, number, inputs, labels, positions, rows.pieces[lo:hi, 1:])
 
     def _rows(self, segment: int) -> tuple[Rows, np.ndarray]:
         """A segment's rows, and which of them goes out first, second and so on."""
@@ -329,7 +316,7 @@ class LaneReader:
                 recipe.seed,
                 self._lane.cursor.lane,
                 self._segment,
-                len(rows.inputs),
+                len(rows),
             )
             self._made = rows, order
         assert self._segment == segment, "a lane is read forwards only"

@@ -6,14 +6,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from torchtitan_zephon.ops.documents import (
-    IGNORE_LABEL,
-    Documents,
-    Reference,
-    Rows,
-    as_inputs,
-    as_labels,
-)
+from torchtitan_zephon.ops.documents import Documents, Reference, Rows
 from torchtitan_zephon.recipe import DatasetConfig, PackingConfig
 
 # The open rows of a group are a sorted list of ``room << _AGE_BITS | age``: the fullest row is its
@@ -192,7 +185,7 @@ class Bins:
         waited = [stretch for row in rows for stretch in row.tokens]
         # All there is, end to end: this segment's documents, what waited for it, a row of padding.
         tokens = np.concatenate(
-            [*segment.tokens, *waited, np.full(seq_len, self._pad_id, dtype=np.int32)]
+            [*segment.tokens, *waited, np.full(seq_len, ~self._pad_id, dtype=np.int32)]
         )
         places, begins = segment.locate([n for row in (*rows, *waiting) for n in row.fresh])
         fresh = sum(len(row.fresh) for row in rows)
@@ -208,8 +201,7 @@ class Bins:
             np.append(numbers, numbers),
             [len(r.references) for r in rows] + [len(r.fresh) for r in rows],
         )
-        filled = np.bincount(owner, sizes, len(rows)).astype(np.int64)
-        padding = seq_len - filled
+        padding = seq_len - np.bincount(owner, sizes, len(rows)).astype(np.int64)
         # Runs, in the order of the rows: the pieces that waited, the fresh, padding (maybe none).
         owner = np.append(owner, numbers)
         order = np.argsort(owner, kind="stable")
@@ -219,25 +211,14 @@ class Bins:
         owner, sizes = owner[order], np.append(sizes, padding)[order]
         ends, starts = begins + sizes, np.cumsum(sizes) - sizes
         runs = zip(begins.tolist(), ends.tolist(), strict=True)
-        inputs = np.concatenate([tokens[:0], *(tokens[a:b] for a, b in runs)])
-        positions = np.arange(len(inputs), dtype=np.int32)
-        positions -= np.repeat(starts.astype(np.int32), sizes)
-        # A label is the next input, but for the last of each piece.
-        labels = np.append(inputs[1:], inputs[:1])
+        filled = np.concatenate([tokens[:0], *(tokens[a:b] for a, b in runs)])
         pieces = np.flatnonzero(order < len(places))
-        starts = starts[pieces]
-        labels[starts + sizes[pieces] - 1] = tokens[ends[pieces]]
-        shape = (len(rows), seq_len)
-        labels = as_labels(labels).reshape(shape)
-        for row in np.flatnonzero(padding).tolist():
-            labels[row, filled[row] :] = IGNORE_LABEL
         owner = owner[pieces]
+        columns = starts[pieces] - owner * seq_len
         return Rows(
-            as_inputs(inputs).reshape(shape),
-            labels,
-            positions.reshape(shape),
-            np.column_stack([owner, starts - owner * seq_len, places[order[pieces]]]),
-            int(padding.sum()),
+            filled.reshape(-1, seq_len),
+            np.column_stack([owner, columns, places[order[pieces]]]),
+            tokens[ends[pieces]],
             self._dropped,
         )
 

@@ -6,8 +6,9 @@ import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import gigatoken
@@ -24,8 +25,18 @@ class TokenizerError(ValueError):
     """A tokenizer that cannot be loaded, or a backend that cannot stand in for it."""
 
 
-# (texts) -> (ids of all texts in a row, int32 [N]; bounds, int64 [len(texts) + 1])
-Encode = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
+Ids = tuple[int, ...]
+
+
+class Encode(Protocol):
+    """Texts to token ids, without what is put around a document unless it is given."""
+
+    def __call__(
+        self, texts: list[str], prefix: Ids = (), suffix: Ids = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all texts in a row, each between ``prefix`` and ``suffix``: int32 [N]; and their
+        bounds, int64 [len(texts) + 1]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -35,8 +46,8 @@ class Reference:
     backend: str
     encode: Encode
     decode: Callable[[list[int]], str]
-    prefix: tuple[int, ...]
-    suffix: tuple[int, ...]
+    prefix: Ids
+    suffix: Ids
     eos_id: int | None
     vocab_size: int
     contents: str
@@ -56,11 +67,11 @@ def load_reference(config: TokenizerConfig) -> Reference:
     return _hugging_face(path, parse) if path.is_dir() else _tiktoken(config, parse)
 
 
-def _from_lists(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+def _from_lists(rows: list[list[int]], prefix: Ids, suffix: Ids) -> tuple[np.ndarray, np.ndarray]:
     bounds = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(r) for r in rows], out=bounds[1:])
-    ids = np.fromiter((i for row in rows for i in row), dtype=np.int32, count=int(bounds[-1]))
-    return ids, bounds
+    np.cumsum([len(prefix) + len(r) + len(suffix) for r in rows], out=bounds[1:])
+    each = chain.from_iterable(chain(prefix, row, suffix) for row in rows)
+    return np.fromiter(each, dtype=np.int32, count=int(bounds[-1])), bounds
 
 
 # -- Hugging Face folders ------------------------------------------------------------------------
@@ -110,9 +121,11 @@ def _hugging_face(folder: Path, parse: bool) -> Reference:
     if not parse:
         serialized["added_tokens"] = [t for t in serialized["added_tokens"] if not t["special"]]
 
-    def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(
+        texts: list[str], prefix: Ids = (), suffix: Ids = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         batch = tokenizer.encode_batch(texts, add_special_tokens=False)
-        return _from_lists([e.ids for e in batch])
+        return _from_lists([e.ids for e in batch], prefix, suffix)
 
     return Reference(
         backend="tokenizers",
@@ -197,10 +210,14 @@ def _tiktoken(config: TokenizerConfig, parse: bool) -> Reference:
         contents.update(b"%d %s\n" % (rank, base64.b64encode(token)))
     contents.update(json.dumps([encoding._pat_str, sorted(specials.items())]).encode())
 
-    def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(
+        texts: list[str], prefix: Ids = (), suffix: Ids = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         if parse:
-            return _from_lists([encoding.encode(t, allowed_special="all") for t in texts])
-        return _from_lists([encoding.encode_ordinary(t) for t in texts])
+            rows = [encoding.encode(t, allowed_special="all") for t in texts]
+        else:
+            rows = [encoding.encode_ordinary(t) for t in texts]
+        return _from_lists(rows, prefix, suffix)
 
     def fast() -> gigatoken.Tokenizer:
         scheme = _PRETOKENIZERS.get(encoding.name)

@@ -2,15 +2,9 @@
 
 import numpy as np
 
-from torchtitan_zephon.ops.documents import (
-    IGNORE_LABEL,
-    Documents,
-    Reference,
-    Rows,
-    as_inputs,
-    as_labels,
-    reference_to,
-)
+from torchtitan_zephon.ops.documents import Documents, Reference, Rows, reference_to
+
+_NONE = np.empty(0, dtype=np.int32)
 
 
 class Wrap:
@@ -23,112 +17,85 @@ class Wrap:
         self.full = False
         self._seq_len, self._pad_id = seq_len, pad_id
         self._tail: tuple[Reference, np.ndarray] | None = None
-        self._parts: list[Documents] = []
-        self._starts: list[int] = []
-        self._places = self._pairs = 0
+        self.begin(0)
 
     def begin(self, rows: int) -> None:
-        self._places = rows * self._seq_len
-        self._parts, self._starts, self._pairs = [], [], 0
+        self._tokens = np.empty(rows * self._seq_len, dtype=np.int32)
+        self._pairs = 0  # of all documents taken: more than there are places, at the end
+        self._sizes: list[np.ndarray] = []
+        self._lasts: list[np.ndarray] = []
+        self._places: list[np.ndarray] = []
+        self._last = _NONE  # the last document's tokens
+        self._begun = 0  # pairs of the first document that earlier segments had
         self.full = False
         if self._tail is not None:
             reference, tokens = self._tail
             place = np.array([reference[:4]], dtype=np.int64)
             bounds = np.array([0, len(tokens)], dtype=np.int64)
-            self._tail = None
-            self._append(Documents(tokens, bounds, place), first_start=reference.start)
+            self._tail, self._begun = None, reference.start
+            self.push(Documents(tokens, bounds, place))
 
     def wanted(self) -> int:
-        return self._places - self._pairs
+        return len(self._tokens) - self._pairs
 
     def push(self, documents: Documents) -> int:
-        pairs = np.cumsum(np.diff(documents.bounds) - 1)
-        used = min(len(documents), int(np.searchsorted(pairs, self.wanted())) + 1)
-        end = documents.bounds[used]
-        self._append(
-            Documents(documents.tokens[:end], documents.bounds[: used + 1], documents.places[:used])
-        )
+        bounds = documents.bounds
+        sizes = np.diff(bounds) - 1
+        used = min(len(documents), int(np.searchsorted(np.cumsum(sizes), self.wanted())) + 1)
+        ends = bounds[1 : used + 1] - 1
+        tokens = documents.tokens[: bounds[used]]
+        # Inputs leave out each document's last token.
+        keep = np.ones(len(tokens), dtype=bool)
+        keep[ends] = False
+        inputs = tokens[keep]
+        room = self._tokens[self._pairs :]
+        room[: len(inputs)] = inputs[: len(room)]
+        self._pairs += len(inputs)
+        self._sizes.append(sizes[:used])
+        self._lasts.append(tokens[ends])
+        self._places.append(documents.places[:used])
+        self._last = tokens[bounds[used - 1] :]
+        self.full = self._pairs >= len(self._tokens)
         return used
-
-    def _append(self, documents: Documents, first_start: int = 0) -> None:
-        self._parts.append(documents)
-        self._starts.append(first_start)
-        self._pairs += int(documents.bounds[-1]) - len(documents)
-        self.full = self._pairs >= self._places
 
     def close(self) -> None:
         rows = -(-self._pairs // self._seq_len)
-        self._places = min(self._places, rows * self._seq_len)
+        self._tokens = self._tokens[: rows * self._seq_len]
+        self._tokens[self._pairs :] = ~self._pad_id
 
     def take(self) -> Rows:
-        size, seq_len = self._places, self._seq_len
-        if size == 0:
-            return _no_rows(seq_len)
-        tokens = np.concatenate([p.tokens for p in self._parts])
-        lengths = np.concatenate([np.diff(p.bounds) for p in self._parts])
-        places = np.concatenate([p.places for p in self._parts])
-        starts = np.zeros(len(lengths), dtype=np.int64)  # pairs of the document that are behind
-        at = 0
-        for part, first in zip(self._parts, self._starts, strict=True):
-            starts[at] = first
-            at += len(part)
-        # Inputs leave out each document's last token, labels its first.
-        ends = np.cumsum(lengths)
-        keep = np.ones(len(tokens), dtype=bool)
-        keep[ends - 1] = False
-        inputs = tokens[keep]
-        keep[ends - 1] = True
-        keep[ends - lengths] = False
-        labels = tokens[keep]
-        first_pair = ends - lengths - np.arange(len(lengths))
-        last = len(lengths) - 1
-        self._tail = None
-        if len(inputs) > size:
-            done = size - int(first_pair[last])
-            stop = int(starts[last] + lengths[last] - 1)
-            reference = reference_to(places[last].tolist(), int(starts[last]) + done, stop)
+        tokens, seq_len = self._tokens, self._seq_len
+        size = min(self._pairs, len(tokens))
+        sizes = np.concatenate([_NONE.astype(np.int64), *self._sizes])
+        firsts = np.cumsum(sizes) - sizes
+        # A piece begins with each document and each row.
+        begins = np.union1d(firsts[firsts < size], np.arange(0, size, seq_len))
+        ends = np.append(begins[1:], size)[: len(begins)]
+        document = np.searchsorted(firsts, begins, side="right") - 1
+        # Behind a piece comes its document's last token, or what the next row begins with.
+        next_one = np.append(tokens, self._last[-1:])
+        if self._pairs > size:
+            begun = self._begun if len(sizes) == 1 else 0
+            tail = self._last[len(self._last) - 1 - (self._pairs - size) :]
+            next_one[-1] = tail[0]
+            place, stop = self._places[-1][-1].tolist(), begun + int(sizes[-1])
             # A copy, lest the tail keep its whole block in memory.
-            self._tail = reference, tokens[len(tokens) - (len(inputs) - size) - 1 :].copy()
-            inputs, labels = inputs[:size], labels[:size]
-        padding = size - len(inputs)
-        if padding:
-            inputs = np.append(inputs, np.full(padding, self._pad_id, dtype=np.int32))
-            labels = np.append(labels, np.full(padding, IGNORE_LABEL, dtype=np.int32))
-        # A piece begins with each document, each row, and the padding; the padding is no piece.
-        edges = np.arange(0, size, seq_len)
-        edges = np.union1d(first_pair[first_pair < size], edges[edges < size - padding])
-        lengths_of = np.diff(np.append(edges, size - padding))
-        positions = np.arange(size) - np.repeat(
-            np.append(edges, size - padding), np.append(lengths_of, padding)
-        )
-        document = np.searchsorted(first_pair, edges, side="right") - 1
-        offset = starts[document] + edges - first_pair[document]
+            reference = reference_to(place, stop - (len(tail) - 1), stop)
+            self._tail = reference, tail.copy()
+        after = next_one[ends]
+        whole = ends == (firsts + sizes)[document]
+        after[whole] = np.concatenate([_NONE, *self._lasts])[document[whole]]
+        offset = begins - firsts[document]
+        offset[document == 0] += self._begun
+        places = np.concatenate([np.empty((0, 4), dtype=np.int64), *self._places])[document]
         pieces = np.column_stack(
-            [
-                edges // seq_len,
-                edges % seq_len,
-                places[document],
-                offset,
-                offset + lengths_of,
-            ]
+            [begins // seq_len, begins % seq_len, places, offset, offset + ends - begins]
         )
-        self._parts, self._starts, self._pairs = [], [], 0
-        shape = (size // seq_len, seq_len)
-        return Rows(
-            as_inputs(inputs).reshape(shape),
-            as_labels(labels).reshape(shape),
-            positions.astype(np.int32).reshape(shape),
-            pieces,
-            padding,
-        )
+        self._sizes, self._lasts, self._places, self._last = [], [], [], _NONE
+        return Rows(tokens.reshape(-1, seq_len), pieces, after)
 
     def flush(self) -> list[list[Reference]]:
         return [] if self._tail is None else [[self._tail[0]]]
 
     def restore(self, unfinished: list[list[tuple[Reference, np.ndarray]]]) -> None:
         self._tail = unfinished[0][0] if unfinished else None
-
-
-def _no_rows(seq_len: int) -> Rows:
-    none = np.empty((0, seq_len), dtype=np.int32)
-    return Rows(none, none, none, np.empty((0, 8), dtype=np.int64), 0)

@@ -75,19 +75,24 @@ class Walk:
             SourceError: there is nothing to train on in the dataset.
         """
         name, chunks = self.dataset.name, self.dataset.num_chunks
-        barren = 0
+        barren, keyed = 0, -1
+        chunk_key = document_key = 0
         while True:
             epoch, index = divmod(self.lane + ordinal * self.lanes, chunks)
             if not self.endless and self.passes is not None and epoch >= self.passes:
                 return
             chunk = index
             if self.random_order:
-                chunk = permute(index, chunks, derive_key(self.seed, "chunks", name, epoch))
+                if keyed != epoch:
+                    keyed = epoch
+                    chunk_key = derive_key(self.seed, "chunks", name, epoch)
+                    document_key = derive_key(self.seed, "documents", name, epoch)
+                chunk = permute(index, chunks, chunk_key)
             shard = self.dataset.place_of(chunk)[0].path
             for records in self.dataset.blocks(chunk, number):
                 key = None
                 if self.random_order:
-                    key = derive_key(self.seed, "documents", name, epoch, chunk, number)
+                    key = derive_key(chunk, number, key=document_key)
                 place = f"dataset {name!r}, block {number} of chunk {chunk} in {shard}"
                 made = self.worker(records, place, key)
                 block = Block(ordinal, number, made.tokens, made.bounds, made.empty, made.filtered)

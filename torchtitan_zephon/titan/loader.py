@@ -89,6 +89,7 @@ class ZephonDataLoader(BaseDataLoader):
         self._extra_fields = recipe.runtime.extra_fields
         self._audit = None
         self._announced: dict[int, int] = {}
+        self._announced_of: dict[int, tuple[int, str]] = {}
         if recipe.audit.enable:
             self._audit = _auditor(config, pipeline, dp_rank, dp_world_size)
         if self._audit is not None:
@@ -122,12 +123,15 @@ class ZephonDataLoader(BaseDataLoader):
 
     def _on_step(self, number: int, step: Step, before: dict[int, tuple[int, str]]) -> None:
         assert self._audit is not None
-        started = [
-            (lane, segment, text)
-            for lane, (segment, text) in before.items()
-            if self._announced.get(lane, -1) < segment
-        ]
-        self._announced.update({lane: segment for lane, segment, _ in started})
+        started = []
+        if before is not self._announced_of:  # the same dict until a lane comes to a new segment
+            self._announced_of = before
+            started = [
+                (lane, segment, text)
+                for lane, (segment, text) in before.items()
+                if self._announced.get(lane, -1) < segment
+            ]
+            self._announced.update({lane: segment for lane, segment, _ in started})
         share = Share(step.digests, step.tokens.tolist(), started)
         self._audit.submit(number, step.consumed, share)
 
@@ -142,7 +146,7 @@ class ZephonDataLoader(BaseDataLoader):
             StateError: an entry is missing or damaged, or the recipe is another one.
         """
         self._stream.load_state_dict(state_dict)
-        self._announced = {}
+        self._announced, self._announced_of = {}, {}
 
     def close(self) -> None:
         """End the threads and finish the audit log; safe to call twice.
