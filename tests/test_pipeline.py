@@ -17,7 +17,7 @@ import pytest
 
 from tests import user_functions
 from tests.helpers import Run, assert_same_stream, batch_streams, make_pipeline
-from tests.toys import byte_ids, byte_tokenizer, write_jsonl, write_parquet
+from tests.toys import byte_ids, byte_tokenizer, write_jsonl, write_parquet, write_tokens
 from torchtitan_zephon.ops.documents import IGNORE_LABEL
 from torchtitan_zephon.ops.functions import FunctionError, function_of
 from torchtitan_zephon.pipeline import Pipeline
@@ -593,3 +593,62 @@ def test_a_phase_without_data_begins_the_next_one_and_the_last_is_an_error(
     pipeline = make_pipeline({**table, "phases": [only_a]}, seq_len=24, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="phase 0 have had their passes, while others are endless"):
         pipeline.lane(pipeline.start(0)).produce(60)
+
+
+TOKEN_FILES = [("a.jsonl", False), ("a.parquet", False), ("a.arrow", False), ("a.arrow", True)]
+
+
+def token_table(path: Path, texts: list[str], stream: bool = False) -> dict[str, Any]:
+    """A dataset of the ids that the tokenizer makes of ``texts``."""
+    write_tokens(path, [byte_ids(text) for text in texts], stream)
+    dataset = {"name": "ids", "path": str(path), "tokens_field": "input_ids"}
+    return {"lanes": 4, "datasets": [dataset], "shuffle": {"buffer_size": 12}}
+
+
+@pytest.mark.parametrize(("file", "stream"), TOKEN_FILES)
+def test_token_ids_made_beforehand_give_the_rows_of_their_texts_and_the_laws_hold(
+    file: str, stream: bool, tmp_path: Path, tokenizer: Path
+) -> None:
+    texts = [f"text {n} " * (n % 9 + 1) for n in range(150)]
+    ids = token_table(tmp_path / file, texts, stream)
+    pipeline = make_pipeline(ids, seq_len=24, tokenizer=tokenizer)
+    assert_same_stream(pipeline, batch=12, runs=PLAN)
+    in_order = {"lanes": 1, "passes": 1, "shuffle": {"buffer_size": 0, "order": "sequential"}}
+    write_jsonl(tmp_path / "texts.jsonl", texts)
+    of_texts = {**in_order, "datasets": [{"name": "ids", "path": str(tmp_path / "texts.jsonl")}]}
+    want = whole_run(make_pipeline(of_texts, seq_len=24, tokenizer=tokenizer))
+    got = whole_run(make_pipeline({**ids, **in_order}, seq_len=24, tokenizer=tokenizer))
+    assert len(got) > 100
+    assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("file", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_an_id_that_the_tokenizer_lacks_is_an_error_with_its_file(
+    file: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    table = token_table(tmp_path / file, ["a", "b"])
+    write_tokens(tmp_path / file, [[1, 2, 3], [4, 258, 5]])
+    pipeline = make_pipeline(table, seq_len=8, tokenizer=tokenizer)
+    (stream,) = batch_streams(pipeline, batch=4, run=Run(1, 1))
+    with pytest.raises(ValueError, match=rf"{file}: a document holds the token id 258; .*0 to 257"):
+        next(stream)
+    stream.close()
+
+
+def test_functions_see_records_of_token_ids(tmp_path: Path, tokenizer: Path) -> None:
+    table = token_table(tmp_path / "a.arrow", [f"{n:03d}" for n in range(40)])
+    table |= {"passes": 1, "operators": operators(("filter", "has_even_last_digit"))}
+    table["packing"] = {"algorithm": "none"}
+    pipeline = make_pipeline(table, seq_len=8, tokenizer=tokenizer)
+    kept = documents_of(whole_run(pipeline), pipeline)
+    assert sorted(kept) == [f"{n:03d}" for n in range(0, 40, 2)]
+
+
+def test_ids_that_a_function_makes_of_no_list_are_refused(tmp_path: Path, tokenizer: Path) -> None:
+    table = token_table(tmp_path / "a.jsonl", ["abc"])
+    table["operators"] = operators(("map", "ids_to_text"))
+    pipeline = make_pipeline(table, seq_len=8, tokenizer=tokenizer)
+    (stream,) = batch_streams(pipeline, batch=4, run=Run(1, 1))
+    with pytest.raises(ValueError, match="has abc under 'input_ids' where a list of token ids"):
+        next(stream)
+    stream.close()

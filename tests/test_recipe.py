@@ -264,3 +264,12 @@ def test_a_recipe_cannot_be_changed_in_place():
     recipe = parse({"datasets": [WEB]})
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.seed = 1  # pyrefly: ignore[read-only]
+
+
+def test_token_ids_come_in_the_place_of_a_text_and_not_with_chats():
+    ids = {**WEB, "tokens_field": "input_ids"}
+    assert parse({"datasets": [ids]}).datasets[0].tokens_field == "input_ids"
+    assert faults_of({"datasets": [{**ids, "text_field": "body"}], "chat": {}}) == [
+        "zephon.datasets[web].text_field: not with tokens_field, which is read in its place",
+        "zephon.datasets[web].tokens_field: not with chat, which reads messages",
+    ]

@@ -53,3 +53,12 @@ class Mistaken:
 
     def choose(self, tokens: Sequence[int], available: Sequence[bool]) -> int:
         return len(available)
+
+
+def has_even_last_digit(record: dict[str, Any]) -> bool:
+    """For ids of the byte tokenizer with EOS behind, of which those of even digits are even."""
+    return record["input_ids"][-2] % 2 == 0
+
+
+def ids_to_text(record: dict[str, Any]) -> dict[str, Any]:
+    return {"input_ids": bytes(i - 2 for i in record["input_ids"][1:-1]).decode()}

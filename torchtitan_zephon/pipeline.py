@@ -21,7 +21,12 @@ from torchtitan_zephon.ops.functions import (
 )
 from torchtitan_zephon.ops.mix import Mixture, Phase, Sequential, WorkSource
 from torchtitan_zephon.ops.shuffle import segment_rows
-from torchtitan_zephon.ops.tokenize import DocumentTokenizer, TokenizerError, load_tokenizer
+from torchtitan_zephon.ops.tokenize import (
+    DocumentTokenizer,
+    TokenIds,
+    TokenizerError,
+    load_tokenizer,
+)
 from torchtitan_zephon.ops.worker import Apply, Encode, Worker
 from torchtitan_zephon.ops.wrap import Wrap
 from torchtitan_zephon.recipe import (
@@ -126,7 +131,8 @@ class Pipeline:
         for config, dataset, (_, at), left_out in zip(
             recipe.datasets, self.datasets, cursor.positions, cursor.left_out, strict=True
         ):
-            texts = recipe.chat is None and self.reads_records(dataset.name)
+            records = recipe.chat is None and self.reads_records(dataset.name)
+            ids = TokenIds(self.tokenizer.vocab_size)
             walk = Walk(
                 dataset=dataset,
                 lane=cursor.lane,
@@ -137,8 +143,8 @@ class Pipeline:
                 endless=recipe.on_exhausted == "repeat",
                 worker=Worker(
                     functions=self.functions_for(dataset.name),
-                    text_field=config.text_field if texts else None,
-                    encode=self._encode,
+                    field=dataset.wanted if records else None,
+                    encode=ids if dataset.wanted.tokens else self._encode,
                     apply=apply,
                 ),
             )

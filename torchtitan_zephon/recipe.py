@@ -38,10 +38,13 @@ class DatasetConfig:
     """A file, a folder (searched for shards of the format), a glob, or an fsspec URL of these."""
     weight: float = 1.0
     """Share of the tokens, relative to the other weights; taken to 9 significant digits."""
-    format: Literal["auto", "jsonl", "parquet"] = "auto"
+    format: Literal["auto", "jsonl", "parquet", "arrow"] = "auto"
     """Format of the shards; ``auto`` goes by the file name's ending."""
     text_field: str = "text"
-    """Key (JSONL) or column (Parquet) that holds the text."""
+    """Key (JSONL) or column (Parquet, Arrow) that holds the text."""
+    tokens_field: str = ""
+    """Key or column of token ids made beforehand, a list of integers a record, in the place of a
+    text. A document is its list as it stands: BOS and EOS are in it, or are nowhere."""
     passes: int | None = None
     """Times it is gone through, 0 for ever; by default as ``zephon.passes`` says."""
     group: str = ""
@@ -56,6 +59,8 @@ class DatasetConfig:
             yield f"weight = {self.weight}: must be a finite number above 0"
         if self.passes is not None and self.passes < 0:
             yield f"passes = {self.passes}: must be 0 or more"
+        if self.tokens_field and self.text_field != DatasetConfig.text_field:
+            yield "text_field: not with tokens_field, which is read in its place"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +315,9 @@ class Recipe:
             for name in operator.datasets:
                 if name not in known:
                     yield f"operators[{i}].datasets: no dataset {name!r}; {nearest(name, known)}"
+        for dataset in (*self.datasets, *self.validation.datasets) if self.chat else ():
+            if dataset.tokens_field:
+                yield f"datasets[{dataset.name}].tokens_field: not with chat, which reads messages"
         if self.on_exhausted != "drop" and self.work_source != "weights":
             yield f"on_exhausted = {self.on_exhausted!r}: only with work_source = 'weights'"
         if self.phases and self.work_source != "weights":

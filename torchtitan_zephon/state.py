@@ -188,8 +188,11 @@ def _field(identity: dict[str, Any], name: str) -> Any:
     return identity
 
 
+_DATA = ("content", "catalogue", "text_field", "tokens_field")
+
+
 def _data_only(dataset: dict[str, Any] | None) -> dict[str, Any]:
-    return {k: v for k, v in (dataset or {}).items() if k in ("content", "catalogue", "text_field")}
+    return {k: v for k, v in (dataset or {}).items() if k in _DATA}
 
 
 def _mixture_only(identity: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ sequences; inside it they are ordered by (lane, number), and rank ``g`` of ``G``
 slice of ``B / G``. So what a step holds depends on neither ``G`` nor anything else that may change.
 """
 
+import functools
 import hashlib
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -27,6 +28,15 @@ def step_slice(
 
     ``first`` is the count of sequences that earlier steps consumed.
     """
+    # Whole rounds over the lanes that are behind move the numbers on, and change nothing else.
+    lane, number = _slice_from(first % lanes, batch, lanes, rank, ranks)
+    return lane, number + first // lanes
+
+
+@functools.lru_cache(maxsize=256)
+def _slice_from(
+    first: int, batch: int, lanes: int, rank: int, ranks: int
+) -> tuple[np.ndarray, np.ndarray]:
     every, over = divmod(batch, lanes)
     # Lanes from first % lanes on, around the end, have one sequence more where it does not divide.
     counts = every + ((np.arange(lanes) - first) % lanes < over)
@@ -79,8 +89,8 @@ class _LaneReader:
         self._entries: dict[int, str] = {}
         self.rows: Rows
         """The segment's rows."""
-        self.tokens = np.empty((0, 0), dtype=np.int64)
-        """Tokens of each dataset in each row, int64 [rows, datasets]."""
+        self.tokens: list[list[tuple[int, int]]] = []
+        """For each row, which datasets' tokens are in it, and how many."""
         self._note(lane.cursor)
 
     def _note(self, cursor: Cursor) -> None:
@@ -117,11 +127,14 @@ class _LaneReader:
             self._note(self._lane.cursor)
 
 
-def _tokens_by_row(made: Rows, datasets: int) -> np.ndarray:
-    """Tokens of each dataset in each row, int64 [rows, datasets]."""
-    tokens = np.zeros((len(made), datasets), dtype=np.int64)
+def _tokens_by_row(made: Rows, datasets: int) -> list[list[tuple[int, int]]]:
+    """For each row, which datasets' tokens are in it, and how many."""
     row, dataset, start, stop = (made.pieces[:, i] for i in (0, 2, 6, 7))
-    np.add.at(tokens, (row, dataset), stop - start)
+    counts = np.bincount(row * datasets + dataset, stop - start, len(made) * datasets)
+    some = np.flatnonzero(counts)
+    tokens: list[list[tuple[int, int]]] = [[] for _ in range(len(made))]
+    for at, count in zip(some.tolist(), counts[some].astype(np.int64).tolist(), strict=True):
+        tokens[at // datasets].append((at % datasets, count))
     return tokens
 
 
@@ -137,8 +150,8 @@ class Step:
     """Positions in the document, int64 [batch / ranks, seq_len]."""
     digests: list[bytes]
     """SHA-256 of each sequence; empty when they were not asked for."""
-    tokens: np.ndarray
-    """Trained tokens of each dataset, int64 [datasets]."""
+    tokens: list[int]
+    """Trained tokens of each dataset."""
     consumed: int
     """Sequences of the run up to and with this step."""
     entries: dict[int, tuple[int, str]]
@@ -178,7 +191,7 @@ class Steps:
             lane: _LaneReader(pipeline, pipeline.lane(cursors[lane], self._threads, apply))
             for lane in lanes_of_rank(batch, pipeline.lanes, rank, ranks, consumed, finite)
         }
-        self._due = np.full(len(self._readers), -1)
+        self._same_until = 0  # sequences consumed, up to which the entries stay as they are
         self._entries: dict[int, tuple[int, str]] = {}
 
     def close(self) -> None:
@@ -192,13 +205,16 @@ class Steps:
 
         The same dict again as long as no lane comes to another segment.
         """
-        lanes = np.array(list(self._readers), dtype=np.int64)
-        due = next_number(consumed, lanes, self._pipeline.lanes) // self._pipeline.segment_rows
-        changed = np.flatnonzero(due != self._due)
-        if len(changed):
-            self._due, self._entries = due, dict(self._entries)
-            for lane, segment in zip(lanes[changed].tolist(), due[changed].tolist(), strict=True):
-                self._entries[lane] = segment, self._readers[lane].entry(segment)
+        if consumed >= self._same_until:
+            lanes, of_run = np.array([*self._readers], dtype=np.int64), self._pipeline.lanes
+            size = self._pipeline.segment_rows
+            due = next_number(consumed, lanes, of_run) // size
+            self._entries = dict(self._entries)
+            for lane, segment in zip(lanes.tolist(), due.tolist(), strict=True):
+                if self._entries.get(lane, (-1, ""))[0] != segment:
+                    self._entries[lane] = segment, self._readers[lane].entry(segment)
+            # The sequence before the next segment's first is number (due + 1) * size - 1.
+            self._same_until = int((((due + 1) * size - 1) * of_run + lanes + 1).min())
         return self._entries
 
     def take(self, count: int) -> list[Step]:
@@ -211,7 +227,7 @@ class Steps:
             lane, number = step_slice(
                 self._consumed, self._batch, pipeline.lanes, self._rank, self._ranks
             )
-            tokens = np.zeros(len(pipeline.datasets), dtype=np.int64)
+            tokens = [0] * len(pipeline.datasets)
             for at_lane, at_number in zip(lane.tolist(), number.tolist(), strict=True):
                 reader = self._readers[at_lane]
                 row = reader.row(at_number)
@@ -219,7 +235,8 @@ class Steps:
                     picks.append((self._padding, 0))
                 else:
                     picks.append((reader.rows, row))
-                    tokens += reader.tokens[row]
+                    for dataset, count_there in reader.tokens[row]:
+                        tokens[dataset] += count_there
             self._consumed += self._batch
             made.append((tokens, self._consumed, self._entries_at(self._consumed)))
         seq_len, digests = pipeline.recipe.seq_len, []

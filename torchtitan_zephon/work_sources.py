@@ -20,7 +20,8 @@ class Dataset:
         Args:
             name: in logs, counters and keys of the order.
             path: where it is.
-            settings: as in a ``[[zephon.datasets]]`` table: format, text_field, passes, group.
+            settings: as in a ``[[zephon.datasets]]`` table: format, text_field, tokens_field,
+                passes, group.
         """
         return DatasetConfig(name=name, path=str(path), **settings)
 

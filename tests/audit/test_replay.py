@@ -11,7 +11,7 @@ import pytest
 
 from tests.audit.trained import BATCH, SEQ_LEN, train, write_data
 from tests.helpers import Run, batch_streams, make_pipeline, take_step
-from tests.toys import byte_ids, write_jsonl
+from tests.toys import byte_ids, byte_tokenizer, write_jsonl, write_tokens
 from torchtitan_zephon.audit.log import AuditError
 from torchtitan_zephon.audit.replay import Replay, recipe_from_settings
 from torchtitan_zephon.audit.runs import read_run
@@ -296,3 +296,29 @@ def test_a_step_that_is_not_logged_is_an_error_with_those_that_are(
     train(tmp_path / "run", table, [Run(1, 2)])
     with pytest.raises(AuditError, match="step 3 is not logged; the log has steps 1 to 2"):
         replay(tmp_path / "run").step(3)
+
+
+@pytest.mark.parametrize("file", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_documents_of_token_ids_are_traced_to_their_records(file: str, tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path / "tokenizer")
+    documents = [byte_ids(f"document {n}") for n in range(60)]
+    write_tokens(tmp_path / file, documents)
+    dataset = {"name": "ids", "path": str(tmp_path / file), "tokens_field": "input_ids"}
+    table = {
+        "lanes": 2,
+        "datasets": [dataset],
+        "tokenizer": {"path": str(tmp_path / "tokenizer")},
+        "shuffle": {"buffer_size": 4},
+    }
+    train(tmp_path / "run", table, [Run(2, 3)])
+    again = replay(tmp_path / "run")
+    for step in range(1, 4):
+        rebuilt = again.checked_step(step)
+        for sequence in rebuilt.sequences:
+            for piece in again.pieces(step, sequence):
+                record = again.origin(step, sequence, piece).record
+                assert record is not None
+                ids = documents[record - (file == "a.jsonl")]
+                start, stop = piece.reference.start, piece.reference.stop
+                here = slice(piece.column, piece.column + piece.length)
+                assert sequence.inputs[here].tolist() == ids[start:stop]

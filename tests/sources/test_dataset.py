@@ -80,7 +80,7 @@ def test_a_dataset_may_lie_behind_a_url(tmp_path, end):
 def test_the_format_goes_by_the_ending_or_is_forced(tmp_path):
     write_jsonl(tmp_path / "a.txt", ["x"])
     assert refusal(tmp_path / "a.txt").endswith(
-        "the ending of 'a.txt' names no known format; set format to jsonl or parquet"
+        "the ending of 'a.txt' names no known format; set format to one of jsonl, parquet, arrow"
     )
     assert all_texts(dataset(tmp_path / "a.txt", format="jsonl")) == ["x"]
     for end in ("jsonl", "ndjson", "json"):

@@ -3,12 +3,13 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_zephon.sources import jsonl
-from torchtitan_zephon.sources.storage import Shard, SourceError
+from torchtitan_zephon.sources.storage import Field, Shard, SourceError
 
 LINE = b'{"text": "a"}\n'
 
@@ -35,7 +36,7 @@ def texts(data: bytes | CountingFs, size: int, field: str = "text") -> list[str]
     return [
         text
         for chunk in range(chunks)
-        for block in jsonl.read_blocks(fs, shard, chunk, chunks, size, field)
+        for block in jsonl.read_blocks(fs, shard, chunk, chunks, size, Field(field))
         for text in block
     ]
 
@@ -84,7 +85,7 @@ def test_a_chunk_holds_the_lines_that_start_in_its_bytes():
     shard = Shard("data/a.jsonl", "a.jsonl", len(data))
 
     def blocks(chunk: int, size: int) -> list[list[str]]:
-        return list(jsonl.read_blocks(fs, shard, chunk, -(-len(data) // size), size, "text"))
+        return list(jsonl.read_blocks(fs, shard, chunk, -(-len(data) // size), size, Field("text")))
 
     assert [blocks(c, 28) for c in range(3)] == [[["0", "1"]], [["2", "3"]], [["4", "5"]]]
     assert [blocks(c, 29) for c in range(3)] == [[["0", "1", "2"]], [["3", "4"]], [["5"]]]
@@ -196,3 +197,47 @@ def test_chunk_bytes_give_each_lane_of_a_small_dataset_several_chunks_and_end_at
     assert jsonl.chunk_bytes(1_000, 4) == 1024
     assert jsonl.chunk_bytes(1_000_000, 4) == 31_250
     assert jsonl.chunk_bytes(10**13, 64) == 262_144
+
+
+def token_ids(data: bytes, size: int = 1000) -> list[Any]:
+    shard = Shard("data/a.jsonl", "a.jsonl", len(data))
+    fields = Field("ids", tokens=True)
+    blocks = jsonl.read_blocks(CountingFs(data), shard, 0, 1, size, fields)
+    return [ids for block in blocks for ids in block]
+
+
+def test_token_ids_are_int32_arrays():
+    first, second = token_ids(b'{"ids": [1, 2147483647]}\n{"ids": []}\n')
+    assert (first.tolist(), second.tolist()) == ([1, 2147483647], [])
+    assert first.dtype == second.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"ids": [1, -1]}', "Expected int >= 0 - at $.ids[1]"),
+        (b'{"ids": [2147483648]}', "Expected int <= 2147483647 - at $.ids[0]"),
+        (b'{"ids": [1.5]}', "Expected int, got float - at $.ids[0]"),
+        (b'{"ids": [true]}', "Expected int, got bool - at $.ids[0]"),
+        (b'{"ids": "1 2"}', "Expected array, got str - at $.ids"),
+    ],
+)
+def test_a_line_without_token_ids_is_named(line, reason):
+    with pytest.raises(SourceError) as caught:
+        token_ids(b'{"ids": [1]}\n' + line + b"\n")
+    assert str(caught.value) == (
+        f"data/a.jsonl, line 2: {reason}; the line begins {line!r}; every line must be a JSON "
+        "object with a list of token ids under 'ids'"
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"text": "a"} {"text": "b"}\n{"text":\n"c"}\n',
+        b'{"text": "a"}{"text": "b"}\n\n',
+        b'{"text":\n"a"}',
+    ],
+)
+def test_an_object_has_a_line_of_its_own(data):
+    assert refusal(data).startswith("data/a.jsonl, line 1: ")

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.toys import write_parquet
 from torchtitan_zephon.sources import parquet
-from torchtitan_zephon.sources.storage import Shard, SourceError
+from torchtitan_zephon.sources.storage import Field, Shard, SourceError
 
 LOCAL = fsspec.filesystem("file")
 
@@ -20,7 +21,9 @@ LOCAL = fsspec.filesystem("file")
 def chunked(path: Path, chunks: int, field: str = "text") -> list[list[list[str]]]:
     """The blocks of each chunk."""
     shard = Shard(str(path), path.name, path.stat().st_size)
-    return [list(parquet.read_blocks(LOCAL, shard, c, chunks, 0, field)) for c in range(chunks)]
+    return [
+        list(parquet.read_blocks(LOCAL, shard, c, chunks, 0, Field(field))) for c in range(chunks)
+    ]
 
 
 def flat(blocks: Iterable[Iterable[list[str]]]) -> list[str]:
@@ -110,7 +113,7 @@ def test_blocks_do_not_depend_on_the_batches_that_arrow_returns(tmp_path, sizes)
     with pq.ParquetFile(path) as file:
         shard = Shard(str(path), "a.parquet", 1)
         blocks = list(
-            parquet._rows(Splitting(file, sizes), shard, 0, 2, 21, 5, "text", 0)  # pyrefly: ignore
+            parquet._rows(Splitting(file, sizes), shard, 0, 2, 21, 5, Field("text"), 0)  # pyrefly: ignore
         )
     assert [len(b) for b in blocks] == [5, 5, 5, 4]
     assert flat([blocks]) == numbers(23)[2:21]
@@ -191,3 +194,48 @@ def test_chunk_bytes_give_each_lane_two_chunks_of_a_small_dataset_and_end_at_2_m
     assert parquet.chunk_bytes(1_000, 4) == 16_384
     assert parquet.chunk_bytes(8_000_000, 4) == 1_000_000
     assert parquet.chunk_bytes(10**13, 64) == 2_097_152
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.int32()),
+        pa.list_(pa.int64()),
+        pa.large_list(pa.uint16()),
+        pa.list_(pa.uint32()),
+        pa.list_(pa.int8()),
+    ],
+)
+def test_token_ids_are_int32_whatever_integers_the_file_holds(tmp_path, kind):
+    table = pa.table({"ids": pa.array([[1, 2], [], [3], [4, 5, 6]], kind)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    shard = Shard(f"{tmp_path}/a.parquet", "a.parquet", 1)
+    blocks = list(parquet.read_blocks(LOCAL, shard, 0, 1, 0, Field("ids", tokens=True)))
+    ids = [document for block in blocks for document in block]
+    assert [d.tolist() for d in ids] == [[1, 2], [], [3], [4, 5, 6]]
+    assert {d.dtype for d in ids} == {np.dtype(np.int32)}
+
+
+def test_token_ids_in_lists_of_one_length_are_read(tmp_path):
+    table = pa.table({"ids": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int32(), 2))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    shard = Shard(f"{tmp_path}/a.parquet", "a.parquet", 1)
+    blocks = parquet.read_blocks(LOCAL, shard, 1, 2, 0, Field("ids", tokens=True))
+    assert [[d.tolist() for d in block] for block in blocks] == [[[3, 4], [5, 6]]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "fault"),
+    [
+        ([[1], None], ", row 1: column 'ids' is null; every row must hold a list of token ids"),
+        ([[1], [2, None]], ", rows from 0 on, column 'ids': a token id is null"),
+        ([[-1, 2**31]], ", rows from 0 on, column 'ids': token ids from -1 to 2147483648 do"),
+    ],
+)
+def test_token_ids_that_cannot_be_ids_are_refused(tmp_path, ids, fault):
+    table = pa.table({"ids": pa.array(ids, pa.list_(pa.int64()))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    shard = Shard(f"{tmp_path}/a.parquet", "a.parquet", 1)
+    with pytest.raises(SourceError) as caught:
+        list(parquet.read_blocks(LOCAL, shard, 0, 1, 0, Field("ids", tokens=True)))
+    assert str(caught.value).startswith(f"{tmp_path}/a.parquet{fault}")

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from torchtitan_zephon.ops.documents import Reference
 from torchtitan_zephon.ops.worker import Encoded, Worker
-from torchtitan_zephon.sources import jsonl
+from torchtitan_zephon.sources import arrow, jsonl, parquet
 from torchtitan_zephon.sources.dataset import Dataset
 from torchtitan_zephon.sources.feed import Walk
 from torchtitan_zephon.sources.storage import Shard, SourceError, read_range
@@ -33,7 +32,7 @@ class Origin:
     shard: str
     """Path of the file."""
     record: int | None
-    """Line of a JSONL shard, from 1, or row of a Parquet shard, from 0; None far into a file."""
+    """Line of a JSONL shard, from 1, or row of another, from 0; None far into a JSONL file."""
     byte: int | None
     """Where the line begins, in JSONL."""
     epoch: int
@@ -96,7 +95,7 @@ class _WatchedWorker:
             self.lengths = np.diff(bounds)
             return ids, bounds
 
-        numbering = dataclasses.replace(worker, functions=(), text_field=None, encode=note)
+        numbering = dataclasses.replace(worker, functions=(), field=None, encode=note)
         numbering(list(range(len(sources))), place, key)
         copies = copy.deepcopy(records) if worker.functions else records
         result = dataclasses.replace(worker, encode=encode)(copies, place, key)
@@ -158,8 +157,10 @@ def record_in_shard(
         record, byte, found = _line(dataset, shard, part, place, value)
     else:
         place += sum(map(len, _first_blocks(dataset, chunk, block)))
-        byte, (record, found) = None, _row(dataset, shard, part, chunks, place, value)
-    if found != value:
+        field = None if isinstance(value, dict) else dataset.wanted
+        byte, find = None, (arrow if dataset.format == "arrow" else parquet).find_row
+        record, found = find(dataset.fs, shard, part, chunks, place, field)
+    if not np.array_equal(found, value):
         raise SourceError(
             f"{shard.path}: record {record} is not what the run was given; it changed"
         )
@@ -181,7 +182,7 @@ def _line(
         if line.strip():
             if place == 0:
                 record = json.loads(line)
-                found = record[dataset.text_field] if isinstance(value, str) else record
+                found = record if isinstance(value, dict) else record[dataset.wanted.name]
                 break
             place -= 1
         byte += len(line) + 1
@@ -192,20 +193,3 @@ def _line(
         for at in range(0, byte, 1 << 24)
     )
     return before + 1, byte, found
-
-
-def _row(
-    dataset: Dataset, shard: Shard, part: int, chunks: int, place: int, value: Any
-) -> tuple[int, Any]:
-    with dataset.fs.open(shard.path, "rb") as handle:
-        file = pq.ParquetFile(handle)
-        counts = [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
-        parts = -(-chunks // len(counts))
-        group, piece = divmod(part * len(counts) * parts // chunks, parts)
-        row = sum(counts[:group]) + piece * counts[group] // parts + place
-        starts = np.cumsum([0, *counts])
-        group = int(np.searchsorted(starts, row, side="right")) - 1
-        columns = [dataset.text_field] if isinstance(value, str) else None
-        found = file.read_row_group(group, columns=columns).slice(row - int(starts[group]), 1)
-        record = found.to_pylist()[0]
-        return row, record[dataset.text_field] if isinstance(value, str) else record

@@ -134,7 +134,7 @@ def _hugging_face(folder: Path, parse: bool) -> Reference:
         prefix=tuple(prefix),
         suffix=tuple(suffix),
         eos_id=eos_id,
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,  # ids may have gaps
         contents=_files_digest(folder),
         gigatoken=lambda: gigatoken.Tokenizer.from_json(msgspec.json.encode(serialized)),
     )

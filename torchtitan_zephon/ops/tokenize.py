@@ -132,6 +132,31 @@ def load_tokenizer(
     )
 
 
+@dataclass(frozen=True)
+class TokenIds:
+    """Documents that are token ids already: they are looked at and laid end to end."""
+
+    vocab_size: int
+
+    def __call__(self, documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of all documents in a row, int32 [N], and their bounds, int64 [n + 1].
+
+        Raises:
+            ValueError: an id that the tokenizer does not have.
+        """
+        ids = np.concatenate([np.empty(0, dtype=np.int32), *documents])
+        bounds = np.zeros(len(documents) + 1, dtype=np.int64)
+        np.cumsum([*map(len, documents)], out=bounds[1:])
+        # Seen as unsigned, an id below 0 is a large one.
+        if len(ids) and int(ids.view(np.uint32).max()) >= self.vocab_size:
+            bad = ids[ids.view(np.uint32) >= self.vocab_size][0]
+            raise ValueError(
+                f"a document holds the token id {bad}; the tokenizer has ids from 0 to "
+                f"{self.vocab_size - 1}: were these ids made with another one?"
+            )
+        return ids, bounds
+
+
 class _Gigatoken:
     """gigatoken's encode, on an instance that is renewed when its word cache has grown too far."""
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from torchtitan_zephon.ops.functions import Function, FunctionError, apply_functions
 from torchtitan_zephon.order import shuffled
+from torchtitan_zephon.sources.storage import Field
 
-# Texts, or chat records, to the token ids of documents: ids int32 [N], complements where they are
-# no loss target, and bounds int64 [documents + 1].
+# Texts, token ids or chat records to the token ids of documents: ids int32 [N], complements where
+# they are no loss target, and bounds int64 [documents + 1].
 Encode = Callable[[list[Any]], tuple[np.ndarray, np.ndarray]]
 
 
@@ -36,8 +37,8 @@ class Worker:
     """What is done to a block of one dataset."""
 
     functions: tuple[Function, ...]
-    text_field: str | None
-    """Key of the text in records; None where blocks hold texts already, or chats."""
+    field: Field | None
+    """What of the records documents are made of; None where blocks hold that already, or chats."""
     encode: Encode
     apply: Apply = apply_functions
 
@@ -52,8 +53,8 @@ class Worker:
             records, filtered = self.apply(self.functions, records, place)
         if key is not None:
             records = [records[i] for i in shuffled(len(records), key).tolist()]
-        if self.text_field is not None:
-            records = [_text(record, self.text_field, place) for record in records]
+        if self.field is not None:
+            records = [_value(record, self.field, place) for record in records]
         try:
             tokens, bounds = self.encode(records)
         except ValueError as error:
@@ -67,11 +68,16 @@ class Worker:
         return Encoded(tokens, bounds, empty, filtered)
 
 
-def _text(record: dict[str, Any], field: str, place: str) -> str:
-    text = record.get(field)
-    if not isinstance(text, str):
-        raise FunctionError(
-            f"{place}: a record has {text!r} under {field!r} where a string is wanted; it is "
-            f"{str(record)[:200]}"
-        )
-    return text
+def _value(record: dict[str, Any], field: Field, place: str) -> Any:
+    value = record.get(field.name)
+    if not field.tokens and isinstance(value, str):
+        return value
+    if field.tokens and isinstance(value, list | np.ndarray):
+        ids = np.asarray(value)
+        if len(ids) == 0 or (ids.ndim == 1 and ids.dtype.kind in "iu" and int(ids.max()) < 2**31):
+            return ids.astype(np.int32)
+    wanted = "a list of token ids" if field.tokens else "a string"
+    raise FunctionError(
+        f"{place}: a record has {str(value)[:80]} under {field.name!r} where {wanted} is wanted; "
+        f"it is {str(record)[:200]}"
+    )

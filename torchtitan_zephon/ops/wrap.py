@@ -72,17 +72,16 @@ class Wrap:
         begins = np.union1d(firsts[firsts < size], np.arange(0, size, seq_len))
         ends = np.append(begins[1:], size)[: len(begins)]
         document = np.searchsorted(firsts, begins, side="right") - 1
-        # Behind a piece comes its document's last token, or what the next row begins with.
-        next_one = np.append(tokens, self._last[-1:])
+        # Behind a piece comes what the next row begins with, or its document's last token.
+        after = tokens[np.minimum(ends, size - 1)]
         if self._pairs > size:
             begun = self._begun if len(sizes) == 1 else 0
             tail = self._last[len(self._last) - 1 - (self._pairs - size) :]
-            next_one[-1] = tail[0]
+            after[-1] = tail[0]
             place, stop = self._places[-1][-1].tolist(), begun + int(sizes[-1])
             # A copy, lest the tail keep its whole block in memory.
             reference = reference_to(place, stop - (len(tail) - 1), stop)
             self._tail = reference, tail.copy()
-        after = next_one[ends]
         whole = ends == (firsts + sizes)[document]
         after[whole] = np.concatenate([_NONE, *self._lasts])[document[whole]]
         offset = begins - firsts[document]

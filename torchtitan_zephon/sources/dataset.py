@@ -9,16 +9,17 @@ import numpy as np
 
 from torchtitan_zephon.order import derive_key
 from torchtitan_zephon.recipe import DatasetConfig
-from torchtitan_zephon.sources import jsonl, parquet
+from torchtitan_zephon.sources import arrow, jsonl, parquet
 from torchtitan_zephon.sources.storage import (
     COMPRESSED,
+    Field,
     Shard,
     SourceError,
     find_shards,
     read_range,
 )
 
-_FORMATS = {"jsonl": jsonl, "parquet": parquet}
+_FORMATS = {"jsonl": jsonl, "parquet": parquet, "arrow": arrow}
 _HASHED_WHOLE = 1 << 24  # bytes up to which a dataset's contents are hashed, not a sample of them
 _SAMPLE_BLOCKS = 64
 _SAMPLE_BYTES = 1 << 14  # bytes a sampled block: 1 MiB in all, for every rank reads them
@@ -29,7 +30,8 @@ class Dataset:
 
     Chunk ``i`` is a contiguous piece of one shard; which one follows from the shards' sizes alone,
     so opening a dataset lists its files and reads none of them. Blocks hold the texts under the
-    dataset's ``text_field`` or, with ``whole_records``, the records as dicts.
+    dataset's ``text_field``, or the int32 arrays under its ``tokens_field``, or, with
+    ``whole_records``, the records as dicts.
 
     Raises:
         SourceError: when the path holds no data that can be read.
@@ -37,8 +39,9 @@ class Dataset:
 
     def __init__(self, config: DatasetConfig, lanes: int, whole_records: bool = False):
         self.name = config.name
-        self.text_field = config.text_field
-        self._field = None if whole_records else config.text_field
+        self.wanted = Field(config.tokens_field or config.text_field, bool(config.tokens_field))
+        """What documents are made of."""
+        self._field = None if whole_records else self.wanted
         known = tuple(s for f in _FORMATS.values() for s in f.SUFFIXES)
         suffixes = known if config.format == "auto" else _FORMATS[config.format].SUFFIXES
         self.fs, self.shards = find_shards(config.path, suffixes)
@@ -66,7 +69,7 @@ class Dataset:
         return self.shards[index], chunk - int(self._ends[index]) + count, count
 
     def first(self, limit: int) -> list[Any]:
-        """Up to ``limit`` texts, or records, from the beginning of the dataset.
+        """Up to ``limit`` texts, arrays or records, from the beginning of the dataset.
 
         Raises:
             SourceError: if no shard holds a document.
@@ -88,7 +91,7 @@ class Dataset:
             catalogue.update(f"{shard.name}\0{shard.size}\n".encode("utf-8", "surrogateescape"))
         return {
             "format": self.format,
-            "text_field": self.text_field,
+            "tokens_field" if self.wanted.tokens else "text_field": self.wanted.name,
             "shards": len(self.shards),
             "bytes": self.bytes,
             "catalogue": catalogue.hexdigest(),
@@ -148,5 +151,5 @@ def _format_of(config: DatasetConfig, shards: list[Shard]) -> str:
         )
     raise SourceError(
         f"path {config.path!r}: the ending of {shards[0].name!r} names no known format; set format "
-        f"to {' or '.join(_FORMATS)}"
+        f"to one of {', '.join(_FORMATS)}"
     )

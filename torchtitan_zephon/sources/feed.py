@@ -105,7 +105,7 @@ class Walk:
             if barren > 1000 + 40 * chunks:
                 raise SourceError(
                     f"dataset {name!r}: {barren} chunks in a row gave no document of two tokens or "
-                    "more; remove the dataset, or check its text_field"
+                    "more; remove the dataset, or check its text_field or tokens_field"
                 )
             ordinal, number = ordinal + 1, 0
 

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from torchtitan_zephon.sources.storage import Shard, SourceError, read_range
+from torchtitan_zephon.sources.storage import Field, Shard, SourceError, read_range
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 _OPEN, _CLOSE, _NEWLINE = b"{}\n"
@@ -20,9 +20,12 @@ def chunk_bytes(total: int, lanes: int) -> int:
 
 
 def read_blocks(
-    fs: Any, shard: Shard, chunk: int, chunks: int, size: int, field: str | None
+    fs: Any, shard: Shard, chunk: int, chunks: int, size: int, field: Field | None
 ) -> Iterator[list[Any]]:
-    """One block: what ``field`` holds, or whole records, of the lines that start in the chunk."""
+    """One block: what ``field`` holds, or whole records, of the lines that start in the chunk.
+
+    Texts are strings, token ids int32 arrays.
+    """
     del chunks
     data, start = whole_lines(fs, shard, chunk * size, (chunk + 1) * size)
     yield _values(data, start, fs, shard, field)
@@ -50,27 +53,33 @@ def whole_lines(fs: Any, shard: Shard, start: int, end: int) -> tuple[bytes, int
 
 
 @functools.cache
-def _decoder(field: str | None) -> tuple[msgspec.json.Decoder[Any], bool]:
-    """The decoder of a record, and whether the record is an object whose ``value`` is wanted."""
+def _decoder(field: Field | None) -> msgspec.json.Decoder[Any]:
     if field is None:
-        return msgspec.json.Decoder(dict[str, Any]), False
-    return msgspec.json.Decoder(
-        msgspec.defstruct("Record", [("value", str, msgspec.field(name=field))], gc=False)
-    ), True
+        return msgspec.json.Decoder(dict[str, Any])
+    kind = list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]] if field.tokens else str
+    value = ("value", kind, msgspec.field(name=field.name))
+    return msgspec.json.Decoder(msgspec.defstruct("Record", [value], gc=False))
 
 
-def _values(data: bytes, start: int, fs: Any, shard: Shard, field: str | None) -> list[Any]:
-    decoder, boxed = _decoder(field)
+def _values(data: bytes, start: int, fs: Any, shard: Shard, field: Field | None) -> list[Any]:
+    decoder = _decoder(field)
     try:
         records = decoder.decode_lines(data)
         # The decoder minds no line ends: two objects on a line, or one over two, are its to take.
         if not _one_a_line(data, len(records)):
             records = [decoder.decode(line) for line in data.split(b"\n") if line.strip()]
-        return [record.value for record in records] if boxed else records
+        if field is None:
+            return records
+        if field.tokens:
+            return [np.array(record.value, dtype=np.int32) for record in records]
+        return [record.value for record in records]
     except (msgspec.DecodeError, UnicodeError):
         pass
     lines = data.split(b"\n")
-    wanted = "a JSON object" + (f" with a string under {field!r}" if field is not None else "")
+    wanted = "a JSON object"
+    if field is not None:
+        kind = "a list of token ids" if field.tokens else "a string"
+        wanted += f" with {kind} under {field.name!r}"
     for line in lines:
         if line.strip():
             try:

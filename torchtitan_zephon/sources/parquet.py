@@ -6,10 +6,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchtitan_zephon.sources.storage import Shard, SourceError
+from torchtitan_zephon.sources.columns import BLOCK_BYTES, check_column, deal, documents
+from torchtitan_zephon.sources.storage import Field, Shard, SourceError
 
 SUFFIXES = (".parquet", ".pq")
-_BLOCK_BYTES = 1 << 18  # text decoded and tokenized at a time
 
 
 def chunk_bytes(total: int, lanes: int) -> int:
@@ -18,63 +18,67 @@ def chunk_bytes(total: int, lanes: int) -> int:
 
 
 def read_blocks(
-    fs: Any, shard: Shard, chunk: int, chunks: int, size: int, field: str | None
+    fs: Any, shard: Shard, chunk: int, chunks: int, size: int, field: Field | None
 ) -> Iterator[list[Any]]:
     """Column ``field``, or whole rows, of chunk ``chunk`` of ``chunks``, about 256 KiB a block.
 
-    The unit that is dealt out is a whole row group, or an equal part of one where there are more
-    chunks than row groups. A part has its row group decoded from the start, so row groups much
-    larger than 2 MiB cost reading time; the stream does not depend on it.
+    Texts are strings, token ids int32 arrays. What is dealt out is row groups, or equal parts of
+    them. A part has its row group decoded from the start, so row groups much larger than 2 MiB cost
+    reading time; the stream does not depend on it.
     """
+    del size
     with fs.open(shard.path, "rb") as handle:
-        try:
-            file = pq.ParquetFile(handle)
-        except pa.ArrowException as error:
-            raise SourceError(f"{shard.path}: not a readable Parquet file: {error}") from error
-        columns = range(file.metadata.num_columns)
+        file = _open(handle, shard)
+        metadata = file.metadata
+        columns = range(metadata.num_columns)
         if field is not None:
-            columns = [_column(file, shard, field)]
-        groups = file.metadata.num_row_groups
-        parts = -(-chunks // groups) if groups else 1
-        units = groups * parts
-        first_row = 0
-        for group in range(groups):
-            meta = file.metadata.row_group(group)
-            rows = meta.num_rows
-            lo = max(chunk * units // chunks, group * parts)
-            hi = min((chunk + 1) * units // chunks, (group + 1) * parts)
-            if lo < hi:
-                begin = (lo - group * parts) * rows // parts
-                end = (hi - group * parts) * rows // parts
+            check_column(file.schema_arrow, shard, field)
+            columns = [i for i in columns if _top(file, i) == field.name]
+        for group, first_row, begin, end in deal(_counts(file), chunk, chunks):
+            meta = metadata.row_group(group)
+            if field is not None and field.tokens:
+                size = 4 * meta.column(columns[0]).num_values
+            else:
                 size = sum(meta.column(c).total_uncompressed_size for c in columns)
-                step = max(1, _BLOCK_BYTES // max(1, size // max(1, rows)))
-                values = _rows(file, shard, group, begin, end, step, field, first_row)
-                try:
-                    yield from values
-                except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-                    what = "" if field is None else f", column {field!r}"
-                    raise SourceError(
-                        f"{shard.path}, row group {group}{what}: cannot be read: {error}"
-                    ) from error
-            first_row += rows
+            step = max(1, BLOCK_BYTES // max(1, size // max(1, meta.num_rows)))
+            try:
+                yield from _rows(file, shard, group, begin, end, step, field, first_row)
+            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                what = "" if field is None else f", column {field.name!r}"
+                raise SourceError(
+                    f"{shard.path}, row group {group}{what}: cannot be read: {error}"
+                ) from error
 
 
-def _column(file: pq.ParquetFile, shard: Shard, text_field: str) -> int:
-    names = file.schema_arrow.names
-    if text_field not in names:
-        raise SourceError(
-            f"{shard.path}: no column {text_field!r}; columns here: {', '.join(names)}"
-            " (set text_field)"
-        )
-    kind = file.schema_arrow.field(text_field).type
-    value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if value not in (pa.string(), pa.large_string(), pa.string_view()):
-        raise SourceError(f"{shard.path}: column {text_field!r} holds {kind}, not strings")
-    return next(
-        i
-        for i in range(file.metadata.num_columns)
-        if file.schema.column(i).path.split(".")[0] == text_field
-    )
+def find_row(
+    fs: Any, shard: Shard, chunk: int, chunks: int, place: int, field: Field | None
+) -> tuple[int, Any]:
+    """Number, counted in the shard, and value of the ``place``-th row of a chunk."""
+    with fs.open(shard.path, "rb") as handle:
+        file = _open(handle, shard)
+        for group, first_row, begin, end in deal(_counts(file), chunk, chunks):
+            if place < end - begin:
+                columns = None if field is None else [field.name]
+                row = file.read_row_group(group, columns=columns).slice(begin + place, 1)
+                record = row.to_pylist()[0]
+                return first_row + begin + place, record[field.name] if field else record
+            place -= end - begin
+    raise SourceError(f"{shard.path}: it has fewer rows than before")
+
+
+def _open(handle: Any, shard: Shard) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(handle)
+    except pa.ArrowException as error:
+        raise SourceError(f"{shard.path}: not a readable Parquet file: {error}") from error
+
+
+def _counts(file: pq.ParquetFile) -> list[int]:
+    return [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+
+
+def _top(file: pq.ParquetFile, column: int) -> str:
+    return file.schema.column(column).path.split(".")[0]
 
 
 def _rows(
@@ -84,7 +88,7 @@ def _rows(
     begin: int,
     end: int,
     step: int,
-    field: str | None,
+    field: Field | None,
     first_row: int,
 ) -> Iterator[list[Any]]:
     """Rows ``begin`` to ``end`` of a row group, ``step`` at a time whatever Arrow returns."""
@@ -92,20 +96,11 @@ def _rows(
         return
     held: list[Any] = []
     at = 0
-    columns = None if field is None else [field]
+    columns = None if field is None else [field.name]
     for batch in file.iter_batches(batch_size=step, row_groups=[group], columns=columns):
         lo, hi = max(begin - at, 0), min(end - at, batch.num_rows)
         if lo < hi:
-            values = (
-                batch.slice(lo, hi - lo) if field is None else batch.column(0).slice(lo, hi - lo)
-            )
-            if field is not None and values.null_count:
-                row = first_row + at + lo + values.is_null().index(True).as_py()
-                raise SourceError(
-                    f"{shard.path}, row {row}: column {field!r} is null; every row must hold a "
-                    "string"
-                )
-            held.extend(values.to_pylist())
+            held.extend(documents(batch.slice(lo, hi - lo), shard, first_row + at + lo, field))
         at += batch.num_rows
         while len(held) >= step:
             yield held[:step]

@@ -15,6 +15,15 @@ class SourceError(ValueError):
 
 
 @dataclass(frozen=True)
+class Field:
+    """What is wanted of a record: the text under a key or in a column, or its token ids."""
+
+    name: str
+    tokens: bool = False
+    """Whether it is a list of token ids and no text."""
+
+
+@dataclass(frozen=True)
 class Shard:
     """One file of a dataset."""
 

@@ -132,7 +132,7 @@ class ZephonDataLoader(BaseDataLoader):
                 if self._announced.get(lane, -1) < segment
             ]
             self._announced.update({lane: segment for lane, segment, _ in started})
-        share = Share(step.digests, step.tokens.tolist(), started)
+        share = Share(step.digests, step.tokens, started)
         self._audit.submit(number, step.consumed, share)
 
     def state_dict(self) -> dict[str, Any]:
