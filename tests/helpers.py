@@ -25,9 +25,15 @@ class Run:
 def make_pipeline(
     table: dict[str, Any], *, seq_len: int, tokenizer: Path, batch: int = 1, **changes: Any
 ) -> Pipeline:
-    """The pipeline of a ``[zephon]`` table; ``auto`` lanes are those of ``batch``."""
+    """The pipeline of a ``[zephon]`` table; ``auto`` lanes are those of ``batch``.
+
+    Its segments are as short as the shuffle buffer, so that a few steps cross many of them; that
+    their length does not matter is a law of its own.
+    """
     table = {"lanes": auto_lanes(batch), **table, **changes}
-    return Pipeline(parse_recipe(table, seq_len=seq_len, tokenizer_path=str(tokenizer)))
+    pipeline = Pipeline(parse_recipe(table, seq_len=seq_len, tokenizer_path=str(tokenizer)))
+    pipeline.segment_rows = pipeline.shuffled_rows
+    return pipeline
 
 
 def batch_streams(pipeline: Pipeline, *, batch: int, run: Run) -> list[BatchStream]:

@@ -406,3 +406,39 @@ def test_what_waits_in_a_lane_does_not_grow_with_the_length_of_the_run(
             assert len(unfinished) <= (1 if algorithm in ("wrap", "none") else 5)
             most = 32 if algorithm == "best_fit_wrap" else 16
             assert all(len(row) <= most for row in unfinished)
+
+
+@laws
+@given(table=recipes(), seq_len=st.integers(1, 33), sizes=st.lists(st.integers(1, 6), min_size=2))
+def test_rows_do_not_depend_on_how_many_are_made_at_a_time(
+    table: dict[str, Any], seq_len: int, sizes: list[int], tokenizer: Path
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        pipeline = pipeline_of(table, Path(folder), tokenizer, seq_len)
+        for number in range(pipeline.lanes):
+            whole = pipeline.lane(pipeline.start(number))
+            parts = pipeline.lane(pipeline.start(number))
+            want = whole.produce(sum(sizes))
+            got = [parts.produce(size) for size in sizes]
+            np.testing.assert_array_equal(
+                np.concatenate([rows.sequences for rows in got], axis=1), want.sequences
+            )
+            for name in ("unfinished", "trained", "padding", "dropped", "phase", "base"):
+                assert getattr(parts.cursor, name) == getattr(whole.cursor, name)
+
+
+@laws
+@given(table=recipes(), plan=run_plans(), seq_len=st.integers(1, 33), times=st.integers(1, 5))
+def test_the_length_of_segments_changes_no_batch(
+    table: dict[str, Any],
+    plan: tuple[int, list[Run]],
+    seq_len: int,
+    times: int,
+    tokenizer: Path,
+) -> None:
+    batch, runs = plan
+    with tempfile.TemporaryDirectory() as folder:
+        pipeline = pipeline_of(table, Path(folder), tokenizer, seq_len)
+        short = assert_same_stream(pipeline, batch=batch, runs=runs)
+        pipeline.segment_rows = times * pipeline.shuffled_rows
+        assert assert_same_stream(pipeline, batch=batch, runs=runs) == short

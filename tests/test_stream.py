@@ -100,6 +100,7 @@ def test_token_shares_are_half_and_half_over_documents_of_very_unequal_length(
     steps = Steps(
         pipeline,
         batch=100,
+        micro_batch=100,
         rank=0,
         ranks=1,
         consumed=0,

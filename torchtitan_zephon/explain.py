@@ -39,7 +39,8 @@ def explain(pipeline: Pipeline, batch: int, ranks: tuple[int, int]) -> str:
         f"  pack      accumulator  {packing.algorithm} into rows of {recipe.seq_len}{bins}"
     )
     lines.append(
-        f"  shuffle   accumulator  segments of {pipeline.segment_rows} rows, "
+        f"  shuffle   accumulator  {pipeline.shuffled_rows} rows of a lane among each other, in "
+        f"segments of {pipeline.segment_rows} rows, "
         f"{pipeline.segment_rows * kept:,} bytes a lane, {lanes * pipeline.segment_rows * kept:,} "
         "for all lanes"
     )

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchtitan_zephon.lane import Cursor, Lane
 from torchtitan_zephon.ops.bins import Bins, groups_of
 from torchtitan_zephon.ops.chat import ChatEncoder
@@ -20,7 +22,7 @@ from torchtitan_zephon.ops.functions import (
     source_digest,
 )
 from torchtitan_zephon.ops.mix import Mixture, Phase, Sequential, WorkSource
-from torchtitan_zephon.ops.shuffle import segment_rows
+from torchtitan_zephon.ops.shuffle import emission_order, segment_rows, shuffled_rows
 from torchtitan_zephon.ops.tokenize import (
     DocumentTokenizer,
     TokenIds,
@@ -66,7 +68,8 @@ class Pipeline:
             raise ValueError("recipe.lanes must be a number here; auto_lanes() tells the default")
         self.recipe = recipe
         self.lanes: int = recipe.lanes
-        self.segment_rows = segment_rows(recipe.shuffle, self.lanes)
+        self.shuffled_rows = shuffled_rows(recipe.shuffle.buffer_size, self.lanes)
+        self.segment_rows = segment_rows(self.shuffled_rows)
         faults: list[str] = []
         self.functions = functions or ()
         if functions is None:
@@ -158,6 +161,11 @@ class Pipeline:
             self.source,
         )
         return Lane(mixture, self._packer(), cursor, endless=not recipe.finite)
+
+    def emission_order(self, lane: int, first: int, rows: int) -> np.ndarray:
+        """In which order a segment's rows go out, int64 [rows]; ``first`` is its first's number."""
+        seed = self.recipe.seed if self.recipe.shuffle.seed is None else self.recipe.shuffle.seed
+        return emission_order(seed, lane, first, rows, self.shuffled_rows)
 
     @property
     def pad_id(self) -> int:

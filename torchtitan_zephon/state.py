@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from torchtitan_zephon.lane import Cursor, StateError
+from torchtitan_zephon.ops.shuffle import shuffled_rows
 from torchtitan_zephon.pipeline import Pipeline
 from torchtitan_zephon.recipe import FORMAT_VERSION, differences
 
@@ -83,6 +84,11 @@ def read_meta(state: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
         )
     if meta["fingerprint"] != pipeline.fingerprint:
         _check_change(meta, pipeline)
+    elif meta["segment_rows"] != pipeline.segment_rows:
+        raise StateError(
+            f"the checkpoint has segments of {meta['segment_rows']} sequences, this release makes "
+            f"them of {pipeline.segment_rows}; resume with the release that saved it"
+        )
     return meta
 
 
@@ -91,7 +97,9 @@ def _check_change(meta: dict[str, Any], pipeline: Pipeline) -> None:
     accept = pipeline.recipe.resume.on_recipe_change == "accept"
     if meta["lanes"] != pipeline.lanes:
         advice = f"the number of lanes cannot change: set zephon.lanes = {meta['lanes']}"
-    elif meta["segment_rows"] != pipeline.segment_rows and accept:
+    elif accept and pipeline.shuffled_rows != shuffled_rows(
+        meta["recipe"]["shuffle"]["buffer_size"], pipeline.lanes
+    ):
         advice = "zephon.shuffle.buffer_size cannot change in mid-run: put the old value back"
     elif accept:
         logger.warning("going on under another recipe, as asked for; saved -> now:\n  %s", changed)

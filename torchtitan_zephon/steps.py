@@ -16,9 +16,10 @@ import numpy as np
 from torchtitan_zephon.lane import Cursor, Lane
 from torchtitan_zephon.ops.documents import Rows, lay_out, padding_row
 from torchtitan_zephon.ops.functions import ProcessRunner, apply_functions, end_with_parent
-from torchtitan_zephon.ops.shuffle import emission_order
 from torchtitan_zephon.pipeline import Pipeline
 from torchtitan_zephon.state import next_number
+
+_LAID_OUT_TOGETHER = 1 << 16  # tokens
 
 
 def step_slice(
@@ -116,14 +117,12 @@ class _LaneReader:
 
     def _produce_to(self, segment: int) -> None:
         while self._lane.cursor.segment <= segment:
-            cursor, recipe = self._lane.cursor, self._pipeline.recipe
+            cursor = self._lane.cursor
             self.rows = self._lane.produce(self._size)
             self.tokens = _tokens_by_row(self.rows, len(self._pipeline.datasets))
-            order = emission_order(
-                recipe.shuffle, recipe.seed, cursor.lane, cursor.segment, len(self.rows)
-            )
-            self._order = order.tolist()
             self._first = cursor.segment * self._size
+            order = self._pipeline.emission_order(cursor.lane, self._first, len(self.rows))
+            self._order = order.tolist()
             self._note(self._lane.cursor)
 
 
@@ -142,12 +141,8 @@ def _tokens_by_row(made: Rows, datasets: int) -> list[list[tuple[int, int]]]:
 class Step:
     """One rank's share of one optimizer step."""
 
-    inputs: np.ndarray
-    """Token ids, int64 [batch / ranks, seq_len]."""
-    labels: np.ndarray
-    """Next tokens, ``IGNORE_LABEL`` where there is none, int64 [batch / ranks, seq_len]."""
-    positions: np.ndarray
-    """Positions in the document, int64 [batch / ranks, seq_len]."""
+    batches: list[np.ndarray]
+    """Microbatches: inputs, labels and positions, int64 [3, micro_batch, seq_len] each."""
     digests: list[bytes]
     """SHA-256 of each sequence; empty when they were not asked for."""
     tokens: list[int]
@@ -166,12 +161,14 @@ class Steps:
         pipeline: Pipeline,
         *,
         batch: int,
+        micro_batch: int,
         rank: int,
         ranks: int,
         consumed: int,
         cursors: dict[int, Cursor],
         digests: bool,
     ):
+        self._micro_batch = micro_batch
         self._pipeline, self._batch, self._rank, self._ranks = pipeline, batch, rank, ranks
         self._consumed, self._digests = consumed, digests
         runtime, apply = pipeline.recipe.runtime, apply_functions
@@ -239,19 +236,26 @@ class Steps:
                         tokens[dataset] += count_there
             self._consumed += self._batch
             made.append((tokens, self._consumed, self._entries_at(self._consumed)))
-        seq_len, digests = pipeline.recipe.seq_len, []
-        if self._digests:
-            out = lay_out(picks, seq_len, np.int32)
-            digests = [sequence_digest(*out[:, i]) for i in range(len(picks))]
-            out = out.astype(np.int64)
-        else:
-            out = lay_out(picks, seq_len, np.int64)
-        share, steps = self._batch // self._ranks, []
+        micro, seq_len = self._micro_batch, pipeline.recipe.seq_len
+        batches: list[np.ndarray] = []
+        digests: list[bytes] = []
+        # Some microbatches at a time: what is at hand stays in the processor's cache, and no array
+        # is so large that the system maps its memory anew each time.
+        together = micro * max(1, _LAID_OUT_TOGETHER // (micro * seq_len))
+        for at in range(0, len(picks), together):
+            some = picks[at : at + together]
+            if self._digests:
+                out = lay_out(some, seq_len, np.int32)
+                digests += [sequence_digest(*out[:, i]) for i in range(len(some))]
+                out = out.astype(np.int64)
+            else:
+                out = lay_out(some, seq_len, np.int64)
+            batches += [out[:, i : i + micro] for i in range(0, len(some), micro)]
+        rows, steps = self._batch // self._ranks, []
         for i, (tokens, consumed, entries) in enumerate(made):
-            part = slice(i * share, (i + 1) * share)
-            inputs, labels, positions = out[:, part]
-            mine = digests[part]
-            steps.append(Step(inputs, labels, positions, mine, tokens, consumed, entries))
+            mine = batches[i * (rows // micro) : (i + 1) * (rows // micro)]
+            theirs = digests[i * rows : (i + 1) * rows]
+            steps.append(Step(mine, theirs, tokens, consumed, entries))
         return steps
 
     def _ended(self) -> bool:

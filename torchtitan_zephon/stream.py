@@ -99,15 +99,15 @@ class BatchStream:
                 raise StopIteration
             self._given = 0
         step = self._step
-        part = slice(self._given, self._given + self._micro_batch)
-        self._given += self._micro_batch
-        if self._given == len(step.inputs):
+        inputs, labels, positions = step.batches[self._given]
+        self._given += 1
+        if self._given == len(step.batches):
             before = self._entries
             self._step = None
             self.steps, self.consumed, self._entries = self.steps + 1, step.consumed, step.entries
             if self._on_step is not None:
                 self._on_step(self.steps, step, before)
-        return step.inputs[part], step.labels[part], step.positions[part]
+        return inputs, labels, positions
 
     def _take(self) -> Step | None:
         # An error, and the end, are final: whoever asks again is told again.
@@ -155,6 +155,7 @@ class BatchStream:
         return Steps(
             self.pipeline,
             batch=self._batch,
+            micro_batch=self._micro_batch,
             rank=self._rank,
             ranks=self._ranks,
             consumed=self.consumed,
@@ -183,7 +184,7 @@ class BatchStream:
                 "state_dict() was called between the microbatches of a step; it describes the last "
                 "complete step, so the %d sequences of this one that are handed out already will "
                 "be handed out again after a resume",
-                self._given,
+                self._given * self._micro_batch,
             )
         return self.last_state()
 
@@ -194,7 +195,7 @@ class BatchStream:
     @property
     def given(self) -> int:
         """Microbatches of the step under way that are handed out."""
-        return self._given // self._micro_batch if self._step is not None else 0
+        return self._given if self._step is not None else 0
 
     def statistics(self) -> dict[str, int]:
         """Token and document counts of this rank's lanes, at the starts of their segments.

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.audit.trained import fault, train, write_data
@@ -32,11 +33,16 @@ def compared(sound: Path, other: Path, **options: Any) -> Comparison:
     return compare(read_run(str(sound)), read_run(str(other)), **options)
 
 
-def altered(step: Step, **rows: Any) -> Step:
-    """The step with other arrays, its digests those of what it now holds."""
-    step = dataclasses.replace(step, **rows)
-    sequences = zip(step.inputs, step.labels, step.positions, strict=True)
-    return dataclasses.replace(step, digests=[sequence_digest(*s) for s in sequences])
+def rows_of(step: Step) -> np.ndarray:
+    """A copy of a step's sequences, [rows, 3, seq_len]: inputs, labels and positions."""
+    return np.concatenate(step.batches, axis=1).transpose(1, 0, 2).copy()
+
+
+def altered(step: Step, rows: np.ndarray) -> Step:
+    """The step with other sequences, its digests those of what it now holds."""
+    batches = np.split(rows.transpose(1, 0, 2), len(step.batches), axis=1)
+    digests = [sequence_digest(*row) for row in rows]
+    return dataclasses.replace(step, batches=batches, digests=digests)
 
 
 def test_a_run_resumed_on_4_3_and_1_ranks_is_the_same_as_one_that_never_stopped(
@@ -63,10 +69,10 @@ def test_one_token_flipped_in_one_ranks_memory_is_named_with_rank_sequence_place
     def flip(rank: int, number: int, step: Step) -> Step:
         if (rank, number) != (2, 6):
             return step
-        inputs = step.inputs.copy()
-        was.append(int(inputs[1, 17]))
-        inputs[1, 17] ^= 4
-        return altered(step, inputs=inputs)
+        rows = rows_of(step)
+        was.append(int(rows[1, 0, 17]))
+        rows[1, 0, 17] ^= 4
+        return altered(step, rows)
 
     with fault(flip):
         train(tmp_path / "flipped", data, [Run(2, 3), Run(4, 5)])
@@ -94,9 +100,9 @@ def test_a_label_that_differs_is_told_from_a_token(
     def flip(rank: int, number: int, step: Step) -> Step:
         if number != 3:
             return step
-        labels = step.labels.copy()
-        labels[11, 31] ^= 1
-        return altered(step, labels=labels)
+        rows = rows_of(step)
+        rows[11, 1, 31] ^= 1
+        return altered(step, rows)
 
     with fault(flip):
         train(tmp_path / "flipped", data, [Run(1, 4)])
@@ -113,12 +119,7 @@ def test_two_sequences_that_changed_places_in_a_step_are_order_only(
         if number != 5:
             return step
         order = [0, 1, 8, 3, 4, 5, 6, 7, 2, 9, 10, 11]
-        return altered(
-            step,
-            inputs=step.inputs[order],
-            labels=step.labels[order],
-            positions=step.positions[order],
-        )
+        return altered(step, rows_of(step)[order])
 
     with fault(swap):
         train(tmp_path / "swapped", data, [Run(1, 6)])
@@ -140,14 +141,12 @@ def test_two_sequences_swapped_between_steps_are_named_with_both_places_by_the_l
         if number not in (4, 7):
             return step
         mine, other = {4: (3, (7, 10)), 7: (10, (4, 3))}[number]
-        rows = [getattr(step, name).copy() for name in ("inputs", "labels", "positions")]
-        for row, replacement in zip(rows, held[other], strict=True):
-            row[mine] = replacement
-        return altered(step, inputs=rows[0], labels=rows[1], positions=rows[2])
+        rows = rows_of(step)
+        rows[mine] = held[other]
+        return altered(step, rows)
 
     def hold(rank: int, number: int, step: Step) -> Step:
-        for i in range(12):
-            held[number, i] = [step.inputs[i], step.labels[i], step.positions[i]]
+        held.update({(number, i): row for i, row in enumerate(rows_of(step))})
         return step
 
     with fault(hold):

@@ -67,7 +67,7 @@ def test_a_rank_that_is_given_other_rows_is_found_and_named(
         steps = sound(self, count)
         for step in steps:
             if (self._ranks, self._rank, step.consumed) == (3, 2, 7 * 24):
-                step.inputs[0, 0] += 1
+                step.batches[0][0, 0, 0] += 1
         return steps
 
     monkeypatch.setattr(Steps, "take", faulty)

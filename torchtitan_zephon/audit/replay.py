@@ -20,7 +20,6 @@ from torchtitan_zephon.audit.log import AuditError, step_sums
 from torchtitan_zephon.audit.runs import LoggedStep, Run
 from torchtitan_zephon.lane import Cursor, Lane, StateError
 from torchtitan_zephon.ops.documents import Reference, Rows, padding_row
-from torchtitan_zephon.ops.shuffle import emission_order
 from torchtitan_zephon.pipeline import Pipeline
 from torchtitan_zephon.recipe import Recipe, RecipeError, differences
 from torchtitan_zephon.settings import read_table
@@ -307,17 +306,11 @@ class LaneReader:
 
     def _rows(self, segment: int) -> tuple[Rows, np.ndarray]:
         """A segment's rows, and which of them goes out first, second and so on."""
-        recipe = self._pipeline.recipe
         while self._made is None or self._segment < segment:
             self._segment = self._lane.cursor.segment
             rows = self._lane.produce(self._pipeline.segment_rows)
-            order = emission_order(
-                recipe.shuffle,
-                recipe.seed,
-                self._lane.cursor.lane,
-                self._segment,
-                len(rows),
-            )
+            first = self._segment * self._pipeline.segment_rows
+            order = self._pipeline.emission_order(self._lane.cursor.lane, first, len(rows))
             self._made = rows, order
         assert self._segment == segment, "a lane is read forwards only"
         return self._made

@@ -9,7 +9,6 @@ import numpy as np
 
 IGNORE_LABEL = -100
 """Label of padding, which the loss leaves out (PyTorch's ``ignore_index``)."""
-_LAID_OUT_TOGETHER = 1 << 16  # tokens
 
 
 def as_inputs(tokens: np.ndarray) -> np.ndarray:
@@ -121,14 +120,8 @@ def lay_out(picks: Sequence[tuple[Rows, int]], seq_len: int, dtype: type) -> np.
     for what is no loss target. Positions restart at 0 with each piece, so with each row.
     """
     out = np.empty((3, len(picks), seq_len), dtype=dtype)
-    # A few rows at a time, so that what is made on the way stays in the processor's cache.
-    together = max(1, _LAID_OUT_TOGETHER // seq_len)
-    for at in range(0, len(picks), together):
-        _fill(out[:, at : at + together], picks[at : at + together])
-    return out
-
-
-def _fill(out: np.ndarray, picks: Sequence[tuple[Rows, int]]) -> None:
+    if not picks:
+        return out
     inputs, labels, positions = out
     count, seq_len = inputs.shape
     starts, after, shifts, runs = [], [], [], []
@@ -157,6 +150,7 @@ def _fill(out: np.ndarray, picks: Sequence[tuple[Rows, int]]) -> None:
         negative = inputs < 0
         np.invert(inputs, out=inputs, where=negative)
         np.copyto(labels, IGNORE_LABEL, where=labels < 0)
+    return out
 
 
 def reference_to(place: list[int], start: int, stop: int) -> Reference:
