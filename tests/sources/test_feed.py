@@ -3,6 +3,7 @@
 from collections import Counter
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -271,3 +272,23 @@ def test_an_error_in_the_executor_reaches_whoever_draws(tmp_path):
         walk = feed(opened(tmp_path), random_order=False, executor=executor)
         with pytest.raises(SourceError, match="line 101"):
             draw(walk)
+
+
+def test_a_walk_that_waits_holds_no_text(tmp_path: Path) -> None:
+    """What a generator has in a variable lives as long as the block is used, in every lane."""
+    for data in (
+        write_jsonl(tmp_path / "a.jsonl", [f"text {n}" for n in range(50)]),
+        write_parquet(tmp_path / "a.parquet", [f"text {n}" for n in range(50)], 9),
+    ):
+        dataset = opened(data)
+        shard, part, parts = dataset.place_of(0)
+        size, wanted = dataset.chunk_bytes, dataset.wanted
+        readings: list[Any] = [
+            dataset._reader.read_blocks(dataset.fs, shard, part, parts, size, wanted),
+            feed(dataset).walk.blocks(0, 0),
+        ]
+        for reading in readings:
+            assert next(reading)
+            held = reading.gi_frame.f_locals.values()
+            assert not any(isinstance(v, bytes) for v in held)
+            assert not any(isinstance(x, str) for v in held if isinstance(v, list) for x in v)

@@ -17,6 +17,7 @@ from torchtitan_zephon.ops.documents import Documents
 from torchtitan_zephon.recipe import MAX_WEIGHT_BITS
 from torchtitan_zephon.sources.feed import Block, Feed
 
+_MORE_AT_HAND = 4  # documents of each dataset beyond its share of what is wanted
 _DIGIT_BITS = 63 - MAX_WEIGHT_BITS  # a remainder times 2**_DIGIT_BITS fits an int64
 
 
@@ -107,7 +108,14 @@ class Mixture:
             self.feeds[i].has_had_its_passes() for i in active
         ):
             return None
-        at_hand = [self._at_hand(i, wanted) for i in active]
+        if self._source is not None or len(active) == 1:
+            at_hand = [self._at_hand(i, wanted, more=0) for i in active]
+        else:
+            # Of each its share of what is wanted and some documents: where that is too little for a
+            # decision the window ends early, and nothing is lost but time.
+            shares = 4 * sum(weights)
+            parts = [(i, -(-5 * wanted * weights[i] // shares)) for i in active]
+            at_hand = [self._at_hand(i, part, _MORE_AT_HAND) for i, part in parts]
         if self._on_exhausted != "stop":
             at_hand = [x for x in at_hand if x.block is not None]
         if not at_hand and self.phase + 1 < len(self._phases):
@@ -118,39 +126,41 @@ class Mixture:
         if not at_hand:
             return None
         if self._source is not None:
-            runs = self._chosen(at_hand, self._source)
+            at_hand, count = self._chosen(at_hand, self._source)
+            order = np.arange(count)
         elif len(at_hand) == 1:
-            runs = [(at_hand[0], len(at_hand[0].pairs) - 1)]
+            order = np.arange(len(at_hand[0].pairs) - 1)
         else:
-            runs = self._merged(at_hand, wanted, [weights[x.dataset] for x in at_hand])
-        return _gather(runs)
+            order = self._merged(at_hand, wanted, [weights[x.dataset] for x in at_hand])
+        return _gather(at_hand, order) if len(order) else None
 
     def advance(self, documents: Documents, used: int) -> None:
         """Move past the first ``used`` documents of a window."""
         owners = documents.places[:used, 0]
-        pairs = np.diff(documents.bounds[: used + 1]) - 1
-        for index, feed in enumerate(self.feeds):
-            mine = owners == index
-            feed.position.row += int(np.count_nonzero(mine))
-            feed.position.tokens += int(pairs[mine].sum())
+        pairs = documents.bounds[1 : used + 1] - documents.bounds[:used] - 1
+        counts = np.bincount(owners, minlength=len(self.feeds))
+        sums = np.bincount(owners, pairs, len(self.feeds))  # whole numbers, if as floats
+        for index in np.flatnonzero(counts).tolist():
+            position = self.feeds[index].position
+            position.row += int(counts[index])
+            position.tokens += int(sums[index])
 
-    def _at_hand(self, dataset: int, wanted: int) -> _AtHand:
+    def _at_hand(self, dataset: int, wanted: int, more: int) -> _AtHand:
         feed = self.feeds[dataset]
         block, row = feed.block(), feed.position.row
         if block is None:
             return _AtHand(dataset, None, row, np.zeros(1, dtype=np.int64))
-        pairs = block.bounds[row:] - block.bounds[row]
-        pairs = pairs - np.arange(len(pairs))
-        stop = min(int(np.searchsorted(pairs, wanted)), len(pairs) - 1)
-        return _AtHand(dataset, block, row, pairs[: stop + 1])
+        pairs = block.pairs
+        stop = int(np.searchsorted(pairs, pairs[row] + wanted)) + more
+        return _AtHand(dataset, block, row, pairs[row : stop + 1] - pairs[row])
 
-    def _chosen(self, at_hand: list[_AtHand], source: WorkSource) -> list[tuple[_AtHand, int]]:
-        """As many of the documents that ``source`` draws next as come from one dataset."""
+    def _chosen(self, at_hand: list[_AtHand], source: WorkSource) -> tuple[list[_AtHand], int]:
+        """The dataset that ``source`` draws from next, and how many documents it draws there."""
         tokens = [feed.position.tokens for feed in self.feeds]
         known = {x.dataset: x for x in at_hand}
         available = [i in known and known[i].block is not None for i in range(len(self.feeds))]
         if not any(available):
-            return []
+            return at_hand[:1], 0
         first = source.choose(tokens, available)
         if not (0 <= first < len(available) and available[first]):
             raise ValueError(
@@ -164,62 +174,59 @@ class Mixture:
             if source.choose(tokens, available) != first:
                 break
             count += 1
-        return [(known[first], count)]
+        return [known[first]], count
 
-    def _merged(
-        self, at_hand: list[_AtHand], wanted: int, weights: list[int]
-    ) -> list[tuple[_AtHand, int]]:
-        """All datasets' documents merged: runs of so many documents of one dataset."""
+    def _merged(self, at_hand: list[_AtHand], wanted: int, weights: list[int]) -> np.ndarray:
+        """In which order the documents at hand, of all datasets in a row, are drawn: int64 [n].
+
+        Of each dataset there is an entry for every document and one for its end.
+        """
+        sizes = [len(x.pairs) for x in at_hand]
+        owner = np.repeat(np.arange(len(at_hand)), sizes)
+        before = [self.feeds[x.dataset].position.tokens - self.base[x.dataset] for x in at_hand]
+        pairs = np.concatenate([x.pairs for x in at_hand])
+        weight = np.array(weights, dtype=np.int64)[owner]
         # Quotients are compared as their whole parts and, digit by digit, their fractions: two
         # fractions with denominators up to w differ by 1 / w**2 or more, so twice the bits of the
         # largest weight make the comparison exact.
-        digits = -(-(2 * max(weights).bit_length() + 1) // _DIGIT_BITS)
-        keys: list[list[np.ndarray]] = [[] for _ in range(1 + digits)]
-        owner = []
-        for slot, (x, weight) in enumerate(zip(at_hand, weights, strict=True)):
-            tokens = self.feeds[x.dataset].position.tokens - self.base[x.dataset] + x.pairs
-            quotient, rest = np.divmod(tokens, weight)
-            keys[0].append(quotient)
-            for key in keys[1:]:
-                quotient, rest = np.divmod(rest << _DIGIT_BITS, weight)
-                key.append(quotient)
-            owner.append(np.full(len(x.pairs), slot))
+        quotient, rest = np.divmod(pairs + np.array(before, dtype=np.int64)[owner], weight)
+        keys = [quotient]
+        for _ in range(-(-(2 * max(weights).bit_length() + 1) // _DIGIT_BITS)):
+            quotient, rest = np.divmod(rest << _DIGIT_BITS, weight)
+            keys.append(quotient)
         # The sort is stable and the datasets are laid out in recipe order: ties go to the earlier.
-        order = np.lexsort([np.concatenate(key) for key in reversed(keys)])
+        order = np.lexsort(keys[::-1])
         # The last entry of each dataset stands for a document not at hand yet, or for its end: from
         # the first such entry on, nothing can be decided.
-        ends = np.cumsum([len(o) for o in owner]) - 1
-        limit = int(np.flatnonzero(np.isin(order, ends))[0])
-        slots = np.concatenate(owner)[order[:limit]]
-        lengths = np.concatenate([np.append(np.diff(x.pairs), 0) for x in at_hand])[order[:limit]]
-        slots = slots[: int(np.searchsorted(np.cumsum(lengths), wanted)) + 1]
-        cuts = np.flatnonzero(np.diff(slots)) + 1
-        starts = [0, *cuts.tolist()] if len(slots) else []
-        stops = [*cuts.tolist(), len(slots)] if len(slots) else []
-        runs = []
-        taken = [0] * len(at_hand)
-        for start, stop in zip(starts, stops, strict=True):
-            slot = int(slots[start])
-            x = at_hand[slot]
-            runs.append((x._replace(row=x.row + taken[slot]), stop - start))
-            taken[slot] += stop - start
-        return runs
+        last = np.zeros(len(pairs), dtype=bool)
+        last[np.cumsum(sizes) - 1] = True
+        order = order[: int(np.argmax(last[order]))]
+        drawn = np.cumsum(pairs[order + 1] - pairs[order])
+        return order[: int(np.searchsorted(drawn, wanted)) + 1]
 
 
-def _gather(runs: list[tuple[_AtHand, int]]) -> Documents | None:
-    spans = [(x, x.block, x.row, x.row + n) for x, n in runs if x.block is not None]
-    if not spans:
-        return None
-    tokens = [b.tokens[b.bounds[lo] : b.bounds[hi]] for _, b, lo, hi in spans]
-    lengths = [np.diff(b.bounds[lo : hi + 1]) for _, b, lo, hi in spans]
-    count = sum(len(x) for x in lengths)
-    bounds = np.zeros(count + 1, dtype=np.int64)
+def _gather(at_hand: list[_AtHand], order: np.ndarray) -> Documents:
+    """The documents at hand, of all datasets in a row, in some order of them."""
+    sizes = np.array([len(x.pairs) for x in at_hand])
+    owner = np.repeat(np.arange(len(at_hand)), sizes)[order]
+    rows = order - (np.cumsum(sizes) - sizes)[owner] + np.array([x.row for x in at_hand])[owner]
+    blocks = [x.block for x in at_hand]
+    numbers = [(0, 0) if b is None else (b.ordinal, b.number) for b in blocks]
+    places = np.empty((len(order), 4), dtype=np.int64)
+    places[:, 0] = np.array([x.dataset for x in at_hand])[owner]
+    places[:, 1:3] = np.array(numbers)[owner]
+    places[:, 3] = rows
+    # Documents that lie side by side in their block are taken together.
+    begins = np.concatenate([[0], np.flatnonzero(np.diff(owner)) + 1])
+    ends = np.append(begins[1:], len(order))
+    tokens, lengths = [], []
+    runs = zip(owner[begins].tolist(), rows[begins].tolist(), (ends - begins).tolist(), strict=True)
+    for slot, row, count in runs:
+        block = blocks[slot]
+        assert block is not None
+        bounds = block.bounds[row : row + count + 1]
+        tokens.append(block.tokens[bounds[0] : bounds[-1]])
+        lengths.append(bounds[1:] - bounds[:-1])
+    bounds = np.zeros(len(order) + 1, dtype=np.int64)
     np.cumsum(np.concatenate(lengths), out=bounds[1:])
-    places = np.empty((count, 4), dtype=np.int64)
-    at = 0
-    for x, block, lo, hi in spans:
-        part = places[at : at + hi - lo]
-        part[:, :3] = x.dataset, block.ordinal, block.number
-        part[:, 3] = np.arange(lo, hi)
-        at += hi - lo
     return Documents(tokens[0] if len(tokens) == 1 else np.concatenate(tokens), bounds, places)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,6 +32,11 @@ class Block:
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
+
+    @cached_property
+    def pairs(self) -> np.ndarray:
+        """(input, label) pairs before each document, and behind the last, int64 [documents + 1]."""
+        return self.bounds - np.arange(len(self.bounds))
 
     def document(self, row: int) -> np.ndarray:
         """Token ids of one document, int32 [n]."""
@@ -95,6 +101,7 @@ class Walk:
                     key = derive_key(chunk, number, key=document_key)
                 place = f"dataset {name!r}, block {number} of chunk {chunk} in {shard}"
                 made = self.worker(records, place, key)
+                del records  # this generator would hold the texts as long as the block is used
                 block = Block(ordinal, number, made.tokens, made.bounds, made.empty, made.filtered)
                 barren = 0 if len(block) else barren + 1
                 yield block

@@ -102,10 +102,13 @@ def _rows(
         if lo < hi:
             held.extend(documents(batch.slice(lo, hi - lo), shard, first_row + at + lo, field))
         at += batch.num_rows
+        del batch  # and no variable for what is yielded: a generator that waits holds its variables
         while len(held) >= step:
-            yield held[:step]
-            held = held[step:]
+            held, ready = held[step:], [held[:step]]
+            yield ready.pop()
         if at >= end:
             break
     if held:
-        yield held
+        ready = [held]
+        del held
+        yield ready.pop()
