@@ -28,6 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dcp.save({"dataloader": state}, checkpoint_id=folder / "checkpoint/step-2", no_dist=True)
     state = train(folder / "resumed", table, [Run(1, 4)], state=state)
     dcp.save({"dataloader": state}, checkpoint_id=folder / "checkpoint/step-6", no_dist=True)
+    state = train(folder / "long", table, [Run(1, 20)])
+    dcp.save({"dataloader": state}, checkpoint_id=folder / "long/step-20", no_dist=True)
     train(folder / "other", {**table, "seed": 9}, [Run(1, 2)])
     return folder
 
@@ -119,7 +121,7 @@ def test_simulated_resumes_of_a_training_config_with_flags_behind_two_dashes(
     status, out, err = ran(capsys, *command, "--steps", 5)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("global batch 12, 12 lanes, segments of 2 sequences, recipe ")
+    assert lines[0].startswith("global batch 12, 12 lanes, segments of 16 sequences, recipe ")
     assert [line.split() for line in lines[2:7]] == [
         ["arm", "ranks", "looked", "at", "steps", "global", "batches"],
         ["reference", "4", "4", "1-5"],
@@ -145,13 +147,15 @@ def test_a_checkpoint_says_its_step_sequences_lanes_and_recipe(
         f"{folder / 'checkpoint/step-6'}",
         "step 6",
         "sequences 72",
-        "lanes 6, segments of 4 sequences",
+        "lanes 6, segments of 16 sequences",
     ]
     assert "seed = 3" in lines
-    assert [line.split()[:2] for line in lines[-6:]] == [[str(n), "3"] for n in range(6)]
+    assert [line.split()[:2] for line in lines[-6:]] == [[str(n), "0"] for n in range(6)]
+    lines = ran(capsys, "checkpoint", folder / "long/step-20")[1].splitlines()
+    assert [line.split()[:2] for line in lines[-6:]] == [[str(n), "2"] for n in range(6)]
     told = json.loads(ran(capsys, "checkpoint", folder / "checkpoint/step-2", "--json")[1])
     assert (told["steps"], told["sequences"], told["faults"]) == (2, 24, [])
-    assert [told["lane"][str(n)]["segment"] for n in range(6)] == [1] * 6
+    assert [told["lane"][str(n)]["segment"] for n in range(6)] == [0] * 6
 
 
 def test_two_checkpoints_are_compared_field_by_field(
@@ -159,12 +163,12 @@ def test_two_checkpoints_are_compared_field_by_field(
 ) -> None:
     step = folder / "checkpoint"
     assert ran(capsys, "checkpoint", step / "step-6", "--diff", folder)[:2] == (0, "the same\n")
-    status, out, _ = ran(capsys, "checkpoint", step / "step-2", "--diff", step / "step-6")
+    status, out, _ = ran(capsys, "checkpoint", step / "step-2", "--diff", folder / "long/step-20")
     assert status == 1
     assert out.splitlines()[:3] == [
-        "steps: 2 -> 6",
-        "sequences: 24 -> 72",
-        "lane.0.segment: 1 -> 3",
+        "steps: 2 -> 20",
+        "sequences: 24 -> 240",
+        "lane.0.segment: 0 -> 2",
     ]
 
 
@@ -172,7 +176,7 @@ def test_lanes_that_are_missing_or_damaged_are_named_with_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = train(tmp_path / "run", write_data(tmp_path), [Run(1, 3)])
-    state["lane"]["00003"] = state["lane"]["00003"].replace('"segment":1', '"segment":2')
+    state["lane"]["00003"] = state["lane"]["00003"].replace('"segment":0', '"segment":2')
     state["lane"]["00004"] = state["lane"]["00005"]
     del state["lane"]["00002"]
     dcp.save({"dataloader": state}, checkpoint_id=tmp_path / "bad", no_dist=True)

@@ -42,10 +42,11 @@ class Bench:
 
     def data(self, fmt: str = "jsonl") -> str:
         """The corpus of the throughput axes, in shards of 4 MB: see docs/benchmark.md."""
-        if fmt == "tokens":
+        if fmt.startswith("tokens-"):
             texts = Path(self.data("parquet"))
             tokenizer = corpora.make_tokenizer(self.work)
-            return str(corpora.make_token_corpus(self.work, texts, tokenizer))
+            kind = fmt.removeprefix("tokens-")
+            return str(corpora.make_token_corpus(self.work, texts, tokenizer, kind))
         size = self.megabytes
         return str(corpora.make_corpus(self.work, size, self.corpus, fmt, max(2, size // 4)))
 
@@ -152,10 +153,11 @@ def throughput(bench: Bench) -> Result:
             "ours, bytes": job("ours", "throughput", **machinery),
             "zephon 0.2.0, bytes": job("zephon", "throughput", backend="bytes"),
             "grain, bytes": job("grain", "throughput", backend="bytes"),
-            "zephon 0.2.0, pretokenized": job("zephon", "throughput", fmt="tokens"),
-            "grain, pretokenized": job("grain", "throughput", fmt="tokens"),
+            "ours, ids in Arrow": job("ours", "throughput", fmt="tokens-arrow"),
+            "ours, ids in Parquet": job("ours", "throughput", fmt="tokens-parquet"),
+            "zephon 0.2.0, ids in Parquet": job("zephon", "throughput", fmt="tokens-parquet"),
+            "grain, ids in Parquet": job("grain", "throughput", fmt="tokens-parquet"),
         },
-        2,
     )
     title = "the machinery alone"
     show(title, medians(found["machinery"], SPEED), SPEED_COLUMNS)
@@ -168,6 +170,9 @@ def throughput(bench: Bench) -> Result:
         ratio(main, "ours", "grain, tokenizers", key),
         ratio(main, "ours, audit on", "ours", key),
         ratio(main, "ours, tokenizers", "zephon 0.2.0", key),
+        ratio(bytes_, "ours, ids in Arrow", "zephon 0.2.0, ids in Parquet", key),
+        ratio(bytes_, "ours, ids in Parquet", "zephon 0.2.0, ids in Parquet", key),
+        ratio(bytes_, "ours, ids in Parquet", "grain, ids in Parquet", key),
         ratio(bytes_, "ours, bytes", "zephon 0.2.0, bytes", key),
         ratio(bytes_, "ours, bytes", "grain, bytes", key),
     ]
@@ -236,18 +241,27 @@ def limit(bench: Bench) -> Result:
         bench,
         {
             "ours": bench.job("ours", "throughput"),
+            "ours, ids in Arrow": bench.job("ours", "throughput", fmt="tokens-arrow"),
             "limits": bench.job("ours", "limit"),
         },
     )
-    ours = statistics.median(r.get("tokens_per_cpu_s", 0) for r in results if r["name"] == "ours")
+    texts, ids = (
+        statistics.median(r["tokens_per_cpu_s"] for r in results if r["name"] == name)
+        for name in ("ours", "ours, ids in Arrow")
+    )
     rates = [r["rates"] for r in results if "rates" in r]
     rows = [
-        {"name": name, "rate": (rate := statistics.median(r[name] for r in rates))}
-        | {"share": ours / rate}
-        for name in rates[0]
+        {"name": "ours", "rate": texts, "share": 1.0, "ids_share": ids / texts},
+        {"name": "ours, ids in Arrow", "rate": ids, "share": texts / ids, "ids_share": 1.0},
     ]
-    rows.insert(0, {"name": "ours", "rate": ours, "share": 1.0})
-    columns = {"tokens/CPU-s": "rate:,.0f", "ours / this": "share:.0%"}
+    for name in rates[0]:
+        rate = statistics.median(r[name] for r in rates)
+        rows.append({"name": name, "rate": rate, "share": texts / rate, "ids_share": ids / rate})
+    columns = {
+        "tokens/CPU-s": "rate:,.0f",
+        "texts / this": "share:.0%",
+        "ids / this": "ids_share:.0%",
+    }
     show("distance to the limit", rows, columns)
     return {"results": results, "rows": rows}
 

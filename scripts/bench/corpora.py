@@ -123,12 +123,15 @@ def make_corpus(
     return folder
 
 
-def make_token_corpus(work: Path, texts: Path, tokenizer: Path) -> Path:
-    """Return a corpus's documents as token ids with BOS and EOS: Parquet, an int32 list a row."""
+def make_token_corpus(work: Path, texts: Path, tokenizer: Path, fmt: str) -> Path:
+    """Return a corpus's documents as token ids with BOS and EOS, an int32 list a row.
+
+    ``fmt`` is `parquet`, or `arrow` for an Arrow stream, as Hugging Face datasets saves it.
+    """
     from torchtitan_zephon.ops.tokenize import load_tokenizer
     from torchtitan_zephon.recipe import TokenizerConfig
 
-    folder = work / f"{texts.name}-tokens"
+    folder = work / f"{texts.name}-tokens-{fmt}"
     if not folder.exists():
         print(f"making {folder.name}", file=sys.stderr)
         encode = load_tokenizer(TokenizerConfig(path=str(tokenizer))).encode
@@ -138,7 +141,16 @@ def make_token_corpus(work: Path, texts: Path, tokenizer: Path) -> Path:
         for shard in sorted(texts.glob("*.parquet")):
             ids, bounds = encode(pq.read_table(shard)["text"].to_pylist())
             lists = pa.ListArray.from_arrays(bounds.astype(np.int32), ids)
-            pq.write_table(pa.table({"input_ids": lists}), partial / shard.name, row_group_size=256)
+            table = pa.table({"input_ids": lists})
+            path = partial / f"{shard.stem}.{fmt}"
+            if fmt == "parquet":
+                pq.write_table(table, path, row_group_size=256)
+            else:
+                with (
+                    pa.OSFile(str(path), "wb") as file,
+                    pa.ipc.new_stream(file, table.schema) as to,
+                ):
+                    to.write_table(table, max_chunksize=1000)
         partial.rename(folder)
     return folder
 

@@ -70,8 +70,11 @@ def our_config(job: Job, scratch: Path) -> Any:
     if job.packing != "wrap":
         # What the peers do with documents longer than a row.
         packing |= {"long_documents": "drop", "open_bins": OPEN_BINS}
+    dataset = {"path": job.corpus}
+    if job.fmt.startswith("tokens-"):
+        dataset["tokens_field"] = "input_ids"
     table: dict[str, Any] = {
-        "datasets": [{"name": f"corpus{i}", "path": job.corpus} for i in range(job.datasets)],
+        "datasets": [{"name": f"corpus{i}", **dataset} for i in range(job.datasets)],
         "packing": packing,
         "shuffle": {"buffer_size": job.buffer_size},
         "audit": {"enable": job.audit},
@@ -176,7 +179,7 @@ def _zephon(job: Job, scratch: Path) -> Peer:
     if job.packing != "wrap":
         packing |= {"num_bins": OPEN_BINS, "pad_token_id": 0}
     documents = Pipeline(source)
-    if job.fmt == "tokens":
+    if job.fmt == "tokens-parquet":
         packing["tokens_field"] = "input_ids"
     else:
         documents = documents.decode_text().tokenize(
@@ -243,7 +246,7 @@ def _grain(job: Job, scratch: Path) -> Peer:
     encode = _encoder(job)
 
     def tokenize(record: dict[str, Any]) -> dict[str, np.ndarray]:
-        if job.fmt == "tokens":
+        if job.fmt == "tokens-parquet":
             return {"tokens": np.asarray(record["input_ids"], dtype=np.int32)}
         return {"tokens": encode(record["text"])}
 

@@ -197,7 +197,7 @@ def test_a_step_late_in_a_run_takes_one_segment_of_each_lane_not_all_before_it(
         Lane, "produce", lambda self, rows: made.append(self.cursor.segment) or produce(self, rows)
     )
     assert replay(tmp_path / "run").checked_step(40).matches
-    assert made == [19] * 6  # 2 sequences of each lane a step, 4 in a segment
+    assert made == [4] * 6  # 2 sequences of each lane a step, 16 in a segment
 
 
 def test_the_first_step_of_a_run_that_resumed_elsewhere_has_cursors_too(
