@@ -173,6 +173,7 @@ class BatchStream:
             self._producer.shutdown(wait=True, cancel_futures=True)
         if self._steps is not None:
             self._steps.close()
+            self._steps = None  # with its files and segments
 
     # -- state -------------------------------------------------------------------------------------
 

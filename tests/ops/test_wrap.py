@@ -1,5 +1,7 @@
 """``wrap``: documents end to end, cut into rows; nothing dropped, nothing padded but the end."""
 
+from unittest import mock
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +15,7 @@ from tests.ops.packing import (
     documents,
     pairs_of,
 )
+from torchtitan_zephon.ops import wrap
 from torchtitan_zephon.ops.documents import Reference
 from torchtitan_zephon.ops.wrap import Wrap
 
@@ -116,8 +119,22 @@ CORPORA = st.lists(st.lists(st.integers(0, 50), min_size=2, max_size=17), max_si
 
 
 @settings(deadline=None, max_examples=150)
-@given(tokens=CORPORA, seq_len=st.integers(1, 7), rows=st.integers(1, 5), window=st.integers(1, 6))
-def test_rows_are_all_pairs_in_order_and_restoring_equals_going_on(tokens, seq_len, rows, window):
+@given(
+    tokens=CORPORA,
+    seq_len=st.integers(1, 7),
+    rows=st.integers(1, 5),
+    window=st.integers(1, 6),
+    long=st.sampled_from([0, 4, 256]),
+)
+def test_rows_are_all_pairs_in_order_and_restoring_equals_going_on(
+    tokens, seq_len, rows, window, long
+):
+    # Long documents go another way than short ones, on average over a window.
+    with mock.patch.object(wrap, "_LONG", long):
+        check_rows(tokens, seq_len, rows, window)
+
+
+def check_rows(tokens, seq_len, rows, window):
     corpus, packer = Corpus(tokens, window), Wrap(seq_len, PAD)
     made = []
     for _ in range(200):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -143,14 +143,20 @@ def lay_out(picks: Sequence[tuple[Rows, int]], seq_len: int, dtype: type) -> np.
     flat = labels.reshape(-1)
     flat[:-1] = inputs.reshape(-1)[1:]
     flat[edges[1:] - 1] = np.concatenate(after)
-    places = np.arange(count * seq_len, dtype=np.int32)
-    begins = edges.astype(np.int32)[:-1]
-    positions.reshape(-1)[:] = places - np.repeat(begins, edges[1:] - edges[:-1])
+    begins = np.repeat(edges[:-1].astype(np.int32), edges[1:] - edges[:-1])
+    np.subtract(_numbers(count * seq_len), begins, out=begins)
+    positions.reshape(-1)[:] = begins
     if masked:
         negative = inputs < 0
         np.invert(inputs, out=inputs, where=negative)
         np.copyto(labels, IGNORE_LABEL, where=labels < 0)
     return out
+
+
+@lru_cache(maxsize=4)
+def _numbers(count: int) -> np.ndarray:
+    """0, 1, 2 and so on, int32 [count]; not to be written to."""
+    return np.arange(count, dtype=np.int32)
 
 
 def reference_to(place: list[int], start: int, stop: int) -> Reference:

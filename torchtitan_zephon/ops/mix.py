@@ -207,6 +207,13 @@ class Mixture:
 
 def _gather(at_hand: list[_AtHand], order: np.ndarray) -> Documents:
     """The documents at hand, of all datasets in a row, in some order of them."""
+    if len(at_hand) == 1 and (block := at_hand[0].block) is not None:
+        row, count = at_hand[0].row, len(order)
+        bounds = block.bounds[row : row + count + 1]
+        places = np.empty((count, 4), dtype=np.int64)
+        places[:, :3] = at_hand[0].dataset, block.ordinal, block.number
+        places[:, 3] = order + row
+        return Documents(block.tokens[bounds[0] : bounds[-1]], bounds - bounds[0], places)
     sizes = np.array([len(x.pairs) for x in at_hand])
     owner = np.repeat(np.arange(len(at_hand)), sizes)[order]
     rows = order - (np.cumsum(sizes) - sizes)[owner] + np.array([x.row for x in at_hand])[owner]

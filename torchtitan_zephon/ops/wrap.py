@@ -5,6 +5,7 @@ import numpy as np
 from torchtitan_zephon.ops.documents import Documents, Reference, Rows, reference_to
 
 _NONE = np.empty(0, dtype=np.int32)
+_LONG = 256  # tokens of a document on average
 
 
 class Wrap:
@@ -44,13 +45,21 @@ class Wrap:
         used = min(len(documents), int(np.searchsorted(np.cumsum(sizes), self.wanted())) + 1)
         ends = bounds[1 : used + 1] - 1
         tokens = documents.tokens[: bounds[used]]
-        # Inputs leave out each document's last token.
-        keep = np.ones(len(tokens), dtype=bool)
-        keep[ends] = False
-        inputs = tokens[keep]
-        room = self._tokens[self._pairs :]
-        room[: len(inputs)] = inputs[: len(room)]
-        self._pairs += len(inputs)
+        # Inputs leave out each document's last token: by slices that is one copy less than by a
+        # mask, where there are not too many of them.
+        if len(tokens) > _LONG * used:
+            begins, stops = bounds[:used].tolist(), ends.tolist()
+            inputs = [tokens[a:b] for a, b in zip(begins, stops, strict=True)]
+        else:
+            keep = np.ones(len(tokens), dtype=bool)
+            keep[ends] = False
+            inputs = [tokens[keep]]
+        count = len(tokens) - used
+        room = self._tokens[self._pairs : self._pairs + count]
+        if len(room) < count:
+            inputs[-1] = inputs[-1][: len(room) - count]
+        np.concatenate(inputs, out=room)
+        self._pairs += count
         self._sizes.append(sizes[:used])
         self._lasts.append(tokens[ends])
         self._places.append(documents.places[:used])
@@ -69,7 +78,8 @@ class Wrap:
         sizes = np.concatenate([_NONE.astype(np.int64), *self._sizes])
         firsts = np.cumsum(sizes) - sizes
         # A piece begins with each document and each row.
-        begins = np.union1d(firsts[firsts < size], np.arange(0, size, seq_len))
+        begins = np.sort(np.concatenate([firsts[firsts < size], np.arange(0, size, seq_len)]))
+        begins = begins[np.diff(begins, prepend=-1) > 0]
         ends = np.append(begins[1:], size)[: len(begins)]
         document = np.searchsorted(firsts, begins, side="right") - 1
         # Behind a piece comes what the next row begins with, or its document's last token.

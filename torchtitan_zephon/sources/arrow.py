@@ -38,11 +38,12 @@ def read_blocks(
         for at in range(begin, end, step):
             some = batch.slice(at, min(step, end - at))
             try:
-                yield documents(some, shard, first_row + at, field)
+                ready = [documents(some, shard, first_row + at, field)]
             except (pa.ArrowException, UnicodeDecodeError) as error:
                 raise SourceError(
                     f"{shard.path}, rows from {first_row + at} on: cannot be read: {error}"
                 ) from error
+            yield ready.pop()
 
 
 def find_row(

@@ -41,13 +41,19 @@ def read_blocks(
             else:
                 size = sum(meta.column(c).total_uncompressed_size for c in columns)
             step = max(1, BLOCK_BYTES // max(1, size // max(1, meta.num_rows)))
-            try:
-                yield from _rows(file, shard, group, begin, end, step, field, first_row)
-            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-                what = "" if field is None else f", column {field.name!r}"
-                raise SourceError(
-                    f"{shard.path}, row group {group}{what}: cannot be read: {error}"
-                ) from error
+            blocks = _rows(file, shard, group, begin, end, step, field, first_row)
+            while True:
+                # Not around the yield: a generator that waits may outlive the names in `except`.
+                try:
+                    ready: list[Any] = [next(blocks, None)]
+                except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                    what = "" if field is None else f", column {field.name!r}"
+                    raise SourceError(
+                        f"{shard.path}, row group {group}{what}: cannot be read: {error}"
+                    ) from error
+                if ready[0] is None:
+                    break
+                yield ready.pop()
 
 
 def find_row(
