@@ -205,7 +205,8 @@ class RuntimeConfig:
     prefetch_steps: int = 2
     """Optimizer steps prepared ahead of training; of very small ones up to 8 times as many."""
     threads: int = 1
-    """Threads that read and tokenize; 1 does it all in the one producer thread."""
+    """Threads that read and tokenize; 1 does it all in the one producer thread. More are worth it
+    where that is slow: the reference tokenizer, functions, storage far away."""
     runner: Literal["threads", "processes", "inline"] = "threads"
     """Where operators' functions run: in the threads that read, in as many ``processes`` (for
     functions that are slow Python), or ``inline``, with no thread but the producer."""

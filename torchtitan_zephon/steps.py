@@ -98,15 +98,18 @@ class _LaneReader:
         self._entries = {s: t for s, t in self._entries.items() if s >= cursor.segment - 1}
         self._entries[cursor.segment] = cursor.to_json()
 
+    def lacks(self, number: int) -> bool:
+        """Whether sequence ``number`` is of a segment that is not made yet."""
+        return number - self._first >= self._size
+
     def row(self, number: int) -> int | None:
         """Which row of the segment, then in ``rows``, is sequence ``number``; None past the end.
 
         Asked for in rising order, since segments that are behind are not kept.
         """
-        place = number - self._first
-        if place >= self._size:
+        if self.lacks(number):
             self._produce_to(number // self._size)
-            place = number - self._first
+        place = number - self._first
         assert place >= 0, "a lane is read forwards only"
         return self._order[place] if place < len(self._order) else None
 
@@ -172,9 +175,11 @@ class Steps:
         self._pipeline, self._batch, self._rank, self._ranks = pipeline, batch, rank, ranks
         self._consumed, self._digests = consumed, digests
         runtime, apply = pipeline.recipe.runtime, apply_functions
-        self._threads = self._processes = None
+        self._threads = self._makers = self._processes = None
         if runtime.threads > 1 and runtime.runner != "inline":
             self._threads = ThreadPoolExecutor(runtime.threads, "zephon-worker")
+            # A pool of its own: a lane that is made waits for blocks that the others read.
+            self._makers = ThreadPoolExecutor(runtime.threads, "zephon-lane")
         if runtime.runner == "processes" and pipeline.functions:
             # Spawned, not forked: the training process has threads, and an accelerator perhaps.
             context = multiprocessing.get_context("spawn")
@@ -193,7 +198,7 @@ class Steps:
 
     def close(self) -> None:
         """End the worker threads and processes."""
-        for pool in (self._threads, self._processes):
+        for pool in (self._makers, self._threads, self._processes):
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
 
@@ -225,7 +230,9 @@ class Steps:
                 self._consumed, self._batch, pipeline.lanes, self._rank, self._ranks
             )
             tokens = [0] * len(pipeline.datasets)
-            for at_lane, at_number in zip(lane.tolist(), number.tolist(), strict=True):
+            wanted = [*zip(lane.tolist(), number.tolist(), strict=True)]
+            self._make_together(wanted)
+            for at_lane, at_number in wanted:
                 reader = self._readers[at_lane]
                 row = reader.row(at_number)
                 if row is None:
@@ -258,12 +265,26 @@ class Steps:
             steps.append(Step(mine, theirs, tokens, consumed, entries))
         return steps
 
+    def _make_together(self, wanted: list[tuple[int, int]]) -> None:
+        """Make what the first sequence (lane, number) of each lane needs, several lanes at a time.
+
+        Not the others: they may be of the segment behind, and a reader holds one.
+        """
+        if self._makers is None:
+            return
+        first: dict[int, int] = {}
+        for lane, number in wanted:
+            first.setdefault(lane, number)
+        readers = [(self._readers[lane], number) for lane, number in first.items()]
+        made = [self._makers.submit(r.row, number) for r, number in readers if r.lacks(number)]
+        for one in made:
+            one.result()
+
     def _ended(self) -> bool:
         """Whether a finite run has no sequence left, in any lane, at the start of the next step."""
         if not self._pipeline.recipe.finite:
             return False
         lanes = self._pipeline.lanes
-        return all(
-            reader.row(int(next_number(self._consumed, lane, lanes))) is None
-            for lane, reader in self._readers.items()
-        )
+        due = [(lane, int(next_number(self._consumed, lane, lanes))) for lane in self._readers]
+        self._make_together(due)
+        return all(self._readers[lane].row(number) is None for lane, number in due)
