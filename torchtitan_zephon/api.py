@@ -177,7 +177,7 @@ class Pipeline:
 
         Args:
             tokenizer_id: a Hugging Face tokenizer folder, a tiktoken rank file or encoding.
-            field: key of the text in every dataset.
+            field: key of the text in every dataset that has no ``tokens_field``.
             parallelism: threads that read and tokenize; ``options(threads=)`` is the same.
             special_tokens: whether a special token's text in a document is parsed.
             max_length, padding: of rows with one document each, where no ``pack_flat`` follows.
@@ -189,7 +189,10 @@ class Pipeline:
             tokenizer=TokenizerConfig(
                 path=tokenizer_id, special_tokens=special_tokens, encoding=encoding
             ),
-            datasets=tuple(dataclasses.replace(d, text_field=field) for d in self.recipe.datasets),
+            datasets=tuple(
+                d if d.tokens_field else dataclasses.replace(d, text_field=field)
+                for d in self.recipe.datasets
+            ),
         )
         if parallelism is not None:
             new._set(runtime=dataclasses.replace(self.recipe.runtime, threads=parallelism))
