@@ -202,5 +202,6 @@ def memory(bench: Bench) -> Result:
     rows = [{"name": f"{s['tokens'] / 1e6:,.0f} M tokens", **s} for s in result.get("samples", [])]
     if "error" in result:
         rows = [{"name": "ours", **result}]
-    show("memory over time, words ever new", rows, {"RSS MB": "rss_mb:,.0f"})
+    columns = {"RSS MB": "rss_mb:,.0f", "peak RSS MB": "peak_rss_mb:,.0f"}
+    show("memory over time, words ever new", rows, columns)
     return result

@@ -170,7 +170,7 @@ def _rate(work: Callable[[], Any], tokens: int, job: Job) -> float:
 
 
 def memory(job: Job, scratch: Path) -> dict[str, Any]:
-    """Resident size along a stream of ever-new words, sampled twenty times."""
+    """Resident size along a stream of ever-new words, now and at its peak, twenty times."""
     from bench import virtual
 
     virtual.register()
@@ -182,7 +182,8 @@ def memory(job: Job, scratch: Path) -> dict[str, Any]:
         while tokens < wanted * number / 20:
             next(peer.batches)
             tokens += min(job.batch, 8) * SEQ_LEN
-        samples.append({"tokens": tokens, "rss_mb": memory_mb()})
+        now, peak = memory_mb(), memory_mb("VmHWM")
+        samples.append({"tokens": tokens, "rss_mb": now, "peak_rss_mb": peak})
     return {
         "imports_mb": baseline,
         "samples": samples,

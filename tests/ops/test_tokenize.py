@@ -368,17 +368,18 @@ def test_renewing_gigatokens_instance_leaves_its_output_the_same(tmp_path, monke
     assert 8 <= len(made) <= 20
 
 
-def test_a_system_that_tells_no_memory_figure_renews_at_every_check(tmp_path, monkeypatch):
+def test_a_system_that_tells_no_memory_figure_renews_by_the_text(tmp_path, monkeypatch):
     made = []
     renew = Honest._renew
     monkeypatch.setattr(Honest, "_renew", lambda self: (made.append(self), renew(self)))
     monkeypatch.setattr(tokenize, "open", fail_to_open, raising=False)
     tokenizer = load(byte_tokenizer(tmp_path), "gigatoken")
     monkeypatch.setattr(tokenize, "_RENEW_CHECK", 100)
+    monkeypatch.setattr(tokenize, "_RENEW_BLIND", 700)
     made.clear()
-    for _ in range(4):
+    for _ in range(9):
         tokenizer.encode(["x" * 200])
-    assert len(made) == 4
+    assert len(made) == 2  # at the fifth and at the ninth: 800 characters are behind
 
 
 def fail_to_open(*args):

@@ -97,7 +97,8 @@ class Splitting:
     def __init__(self, file: pq.ParquetFile, sizes: list[int]):
         self._file, self._sizes = file, sizes
 
-    def iter_batches(self, batch_size, row_groups, columns):
+    def iter_batches(self, batch_size, row_groups, columns, use_threads):
+        assert not use_threads
         table = self._file.read_row_group(row_groups[0], columns=columns).combine_chunks()
         (whole,) = table.to_batches()
         at = 0

@@ -103,7 +103,10 @@ def _rows(
     held: list[Any] = []
     at = 0
     columns = None if field is None else [field.name]
-    for batch in file.iter_batches(batch_size=step, row_groups=[group], columns=columns):
+    read = file.iter_batches(
+        batch_size=step, row_groups=[group], columns=columns, use_threads=False
+    )
+    for batch in read:
         lo, hi = max(begin - at, 0), min(end - at, batch.num_rows)
         if lo < hi:
             held.extend(documents(batch.slice(lo, hi - lo), shard, first_row + at + lo, field))
