@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers import Run, digest, global_batches, make_pipeline, merge_states
-from tests.toys import byte_tokenizer, write_jsonl
+from tests.toys import byte_ids, byte_tokenizer, write_jsonl, write_parquet, write_tokens
 from tests.user_functions import Alternate, is_short, number_of_calls, shout
 from torchtitan_zephon import (
     CustomWorkSource,
@@ -350,3 +350,26 @@ def test_a_partial_has_a_name_without_an_address_and_its_arguments_in_the_finger
     assert fingerprint(3) != fingerprint(4)
     with pytest.raises(RecipeError, match="longer <partial>: has no import path"):
         example(datasets, tokenizer).filter(functools.partial(longer, than=3)).to_toml()
+
+
+def test_a_program_that_ends_without_closing_its_pipeline_ends_without_a_word(
+    tmp_path: Path,
+) -> None:
+    """Readers that wait are torn down with the interpreter, when modules are gone already."""
+    byte_tokenizer(tmp_path / "tokenizer")
+    write_jsonl(tmp_path / "a.jsonl", ["some text"] * 50)
+    write_parquet(tmp_path / "b.parquet", ["some text"] * 50)
+    write_tokens(tmp_path / "c.arrow", [byte_ids("some text")] * 50)
+    program = """
+from torchtitan_zephon import Dataset, Pipeline, StaticMixtureWorkSource
+
+datasets = [Dataset.from_path("a", "a.jsonl"), Dataset.from_path("b", "b.parquet")]
+datasets.append(Dataset.from_path("c", "c.arrow", tokens_field="input_ids"))
+source = StaticMixtureWorkSource(datasets=datasets, mixture={"a": 1, "b": 1, "c": 1})
+pipeline = Pipeline(source).tokenize("tokenizer").pack_flat(64).batch(2)
+next(iter(pipeline))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")

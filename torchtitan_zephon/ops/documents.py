@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 IGNORE_LABEL = -100
 """Label of padding, which the loss leaves out (PyTorch's ``ignore_index``)."""
+_PLACES = np.arange(1 << 17, dtype=np.int32)  # made once, for as many as are usually laid out
 
 
 def as_inputs(tokens: np.ndarray) -> np.ndarray:
@@ -144,19 +145,16 @@ def lay_out(picks: Sequence[tuple[Rows, int]], seq_len: int, dtype: type) -> np.
     flat[:-1] = inputs.reshape(-1)[1:]
     flat[edges[1:] - 1] = np.concatenate(after)
     begins = np.repeat(edges[:-1].astype(np.int32), edges[1:] - edges[:-1])
-    np.subtract(_numbers(count * seq_len), begins, out=begins)
+    places = _PLACES[: len(begins)]
+    if len(begins) > len(places):
+        places = np.arange(len(begins), dtype=np.int32)
+    np.subtract(places, begins, out=begins)
     positions.reshape(-1)[:] = begins
     if masked:
         negative = inputs < 0
         np.invert(inputs, out=inputs, where=negative)
         np.copyto(labels, IGNORE_LABEL, where=labels < 0)
     return out
-
-
-@lru_cache(maxsize=4)
-def _numbers(count: int) -> np.ndarray:
-    """0, 1, 2 and so on, int32 [count]; not to be written to."""
-    return np.arange(count, dtype=np.int32)
 
 
 def reference_to(place: list[int], start: int, stop: int) -> Reference:

@@ -115,11 +115,14 @@ def _hugging_face(folder: Path, parse: bool) -> Reference:
         prefix = [bos_id, *prefix]
     if eos_id is not None and eos_id not in own:
         suffix = [*suffix, eos_id]
-    serialized = msgspec.json.decode(tokenizer.to_str())
+    # Raw: vocabulary and merges, half a million objects at times, go on as they stand.
+    serialized = msgspec.json.decode(tokenizer.to_str(), type=dict[str, msgspec.Raw])
     tokenizer.encode_special_tokens = not parse
-    serialized["post_processor"] = None
+    serialized["post_processor"] = msgspec.Raw(b"null")
     if not parse:
-        serialized["added_tokens"] = [t for t in serialized["added_tokens"] if not t["special"]]
+        added = msgspec.json.decode(serialized["added_tokens"])
+        plain_ones = msgspec.json.encode([t for t in added if not t["special"]])
+        serialized["added_tokens"] = msgspec.Raw(plain_ones)
 
     def encode(
         texts: list[str], prefix: Ids = (), suffix: Ids = ()
