@@ -16,6 +16,7 @@ import argparse
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def compare_throughput(bench: Bench, corpus: str) -> dict[str, Any]:
 
 def compare_first_batch(bench: Bench, corpus: str) -> dict[str, Any]:
     """Time the first batch; the stock loader converts the corpus on first use, so it runs twice."""
-    cache = {"hf_cache": str(bench.work / f"hf-{Path(corpus).name}-fresh")}
+    folder = bench.work / f"hf-{Path(corpus).name}-fresh"
+    shutil.rmtree(folder, ignore_errors=True)
+    cache = {"hf_cache": str(folder)}
     results = in_turns(
         bench,
         {

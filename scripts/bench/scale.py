@@ -1,5 +1,6 @@
 """The axes of size: start, resume, growth and memory over time."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ def start(bench: Bench) -> Result:
     many = str(corpora.make_tiny_shards(work, shards))
     huge = f"bench://repeat/{100 * 10**9}/corpus.jsonl"
     job, results = bench.job, []
+    shutil.rmtree(work / "hf-start", ignore_errors=True)
     fresh = {"hf_cache": str(work / "hf-start")}
     one_name = Path(one).name
     for lanes in bench.sizes([1, 64, 1024]):
