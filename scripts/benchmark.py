@@ -5,7 +5,7 @@ Usage:
     python scripts/benchmark.py --first-batch         seconds to the first batch of 1 GB
     python scripts/benchmark.py --state               bytes in a checkpoint, and its milliseconds
     python scripts/benchmark.py --axis throughput     an axis (or several; or all), see below
-    python scripts/benchmark.py --axis all --smoke    everything at the smallest sizes, in a minute
+    python scripts/benchmark.py --axis all --smoke    everything at the smallest sizes, in minutes
 
 Axes: throughput formats zephon limit start resume growth memory loop. What each one measures, what
 is fair about it and what is not, and measured tables, are in docs/benchmark.md. The peers come with

@@ -74,10 +74,10 @@ class Bench:
 def in_turns(bench: Bench, jobs: dict[str, Job], pairs: int | None = None) -> list[Result]:
     """Run every job in turns; one result a job and turn, under the job's name.
 
-    A smoke test takes one job a peer and task.
+    A smoke test takes one job a peer, task and format.
     """
     if bench.smoke:
-        kinds = [(job.peer, job.task, job.options.get("held")) for job in jobs.values()]
+        kinds = [(job.peer, job.task, job.fmt, job.options.get("held")) for job in jobs.values()]
         jobs = {n: j for i, (n, j) in enumerate(jobs.items()) if kinds.index(kinds[i]) == i}
         return [{"name": n, "turn": 0} | bench.run(job) for n, job in jobs.items()]
     results = []
