@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -313,6 +313,8 @@ def test_single_turns_are_torchtitans_labels_included(parity):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(), st.text() | st.text(alphabet="\n \thelo<|>é"))
 def test_any_single_turn_is_torchtitans(parity, prompt, answer):
+    # TorchTitan parses a special token's text in a message; here it stays text unless asked for.
+    assume(not re.search(r"<\|\w+\|>", prompt + answer))
     parity.check(prompt, answer)
 
 
