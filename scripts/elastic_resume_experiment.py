@@ -224,12 +224,7 @@ def make_page(results: list[LoaderResult], meta: dict[str, Any], out: Path) -> s
                 "numbers in another order, and this is all that is left of the difference in loss.",
             ]
         ),
-        report.heading("Commands"),
-        report.code(meta["command"]),
-        report.code("\n".join(meta["commands"]), "the runs that it started"),
-        report.code((out / "train.toml").read_text(), "their TOML"),
-        report.heading("Environment"),
-        report.environment(meta["versions"]),
+        *report.how_it_ran(meta, (out / "train.toml").read_text(), "their TOML"),
     ]
     return report.page(TITLE, lead, parts)
 

@@ -192,12 +192,7 @@ def make_page(
                 "through this project's validator, whose rows are the same at any rank count.",
             ]
         ),
-        report.heading("Commands"),
-        report.code(meta["command"]),
-        report.code("\n".join(meta["commands"]), "the runs that it started"),
-        report.code((out / "seed-1.toml").read_text(), "their TOML (of seed 1)"),
-        report.heading("Environment"),
-        report.environment(meta["versions"]),
+        *report.how_it_ran(meta, (out / "seed-1.toml").read_text(), "their TOML (of seed 1)"),
     ]
     return report.page(TITLE, lead, parts)
 

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ["torch", "torchtitan", "torchtitan-zephon", "datasets", "tokenizers", "matplotlib"]
 
@@ -119,6 +120,18 @@ def page(title: str, lead: str, parts: Sequence[str]) -> str:
         + "\n".join(parts)
         + "</body></html>\n"
     )
+
+
+def how_it_ran(meta: dict[str, Any], toml: str, about: str) -> list[str]:
+    """The end of a report: commands, from ``runs.json``, a training config, and the environment."""
+    return [
+        heading("Commands"),
+        code(meta["command"]),
+        code("\n".join(meta["commands"]), "the runs that it started"),
+        code(toml, about),
+        heading("Environment"),
+        environment(meta["versions"]),
+    ]
 
 
 def environment(found: dict[str, str]) -> str:
