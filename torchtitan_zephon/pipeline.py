@@ -131,13 +131,12 @@ class Pipeline:
 
         ``executor`` reads and tokenizes ahead; ``apply`` runs the functions, elsewhere perhaps.
         """
-        recipe = self.recipe
+        recipe, ids = self.recipe, TokenIds(self.tokenizer.vocab_size)
         feeds = []
         for config, dataset, (_, at), left_out in zip(
             recipe.datasets, self.datasets, cursor.positions, cursor.left_out, strict=True
         ):
             records = recipe.chat is None and self.reads_records(dataset.name)
-            ids = TokenIds(self.tokenizer.vocab_size)
             walk = Walk(
                 dataset=dataset,
                 lane=cursor.lane,

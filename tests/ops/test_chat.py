@@ -16,7 +16,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from tests.toys import byte_symbols
 from torchtitan_zephon.ops.chat import ChatEncoder
 from torchtitan_zephon.ops.chat_template import ChatError
-from torchtitan_zephon.ops.documents import IGNORE_LABEL, as_inputs
+from torchtitan_zephon.ops.documents import IGNORE_LABEL
 from torchtitan_zephon.ops.references import TokenizerError
 from torchtitan_zephon.ops.tokenize import load_tokenizer
 from torchtitan_zephon.recipe import ChatConfig, TokenizerConfig
@@ -73,6 +73,11 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+def as_inputs(tokens: np.ndarray) -> np.ndarray:
+    """Token ids, whether they are loss targets or not."""
+    return np.where(tokens < 0, ~tokens, tokens)
 
 
 def chat_folder(

@@ -12,17 +12,6 @@ IGNORE_LABEL = -100
 _PLACES = np.arange(1 << 17, dtype=np.int32)  # made once, for as many as are usually laid out
 
 
-def as_inputs(tokens: np.ndarray) -> np.ndarray:
-    """Token ids, whether they are loss targets or not.
-
-    A token that is read but not trained on, a user's turn in a chat say, is kept as the complement
-    ``~id`` of its id, which is negative: so what is masked goes where its token goes.
-    """
-    if len(tokens) == 0 or tokens.min() >= 0:
-        return tokens
-    return np.where(tokens < 0, ~tokens, tokens)
-
-
 class Reference(NamedTuple):
     """A stretch of a document by where it is: what a checkpoint holds of unfinished work."""
 
@@ -41,7 +30,8 @@ class Documents:
     """Whole documents in the order in which a lane draws them."""
 
     tokens: np.ndarray
-    """Token ids, complements where they are no loss targets, int32 [N]."""
+    """Token ids, int32 [N]. A token that is read but not trained on, of a user's chat turn say, is
+    the complement ``~id`` of its id, which is negative: so a mask goes where its token goes."""
     bounds: np.ndarray
     """Where documents begin and end in ``tokens``, int64 [n + 1]; each has two tokens or more."""
     places: np.ndarray
@@ -60,8 +50,8 @@ class Rows:
     """
 
     tokens: np.ndarray
-    """The token that each place reads, int32 [rows, seq_len]: complements (see ``as_inputs``) where
-    they are no loss targets, as padding is."""
+    """The token that each place reads, int32 [rows, seq_len]: complements where they are no
+    loss targets (see ``Documents``), as padding is."""
     pieces: np.ndarray
     """What the rows are made of, in order, int64 [pieces, 8]: row, column, and the fields of
     Reference. Pieces lie side by side from column 0 on; what they leave of a row is padding."""
@@ -124,7 +114,7 @@ def lay_out(picks: Sequence[tuple[Rows, int]], seq_len: int, dtype: type) -> np.
     if not picks:
         return out
     inputs, labels, positions = out
-    count, seq_len = inputs.shape
+    count = len(picks)
     starts, after, shifts, runs = [], [], [], []
     masked = False
     for i, (rows, row) in enumerate(picks):

@@ -100,8 +100,7 @@ class Mixture:
             if left > 0:
                 wanted = min(wanted, left)
                 break
-            self.phase += 1
-            self.base = tuple(feed.position.tokens for feed in self.feeds)
+            self._begin_next_phase()
         weights = self._phases[self.phase].weights
         active = [i for i, weight in enumerate(weights) if weight > 0]
         if self._on_exhausted == "repeat" and all(
@@ -120,8 +119,7 @@ class Mixture:
             at_hand = [x for x in at_hand if x.block is not None]
         if not at_hand and self.phase + 1 < len(self._phases):
             # Nothing is left for this phase: the next one begins early.
-            self.phase += 1
-            self.base = tuple(feed.position.tokens for feed in self.feeds)
+            self._begin_next_phase()
             return self.window(wanted)
         if not at_hand:
             return None
@@ -133,6 +131,10 @@ class Mixture:
         else:
             order = self._merged(at_hand, wanted, [weights[x.dataset] for x in at_hand])
         return _gather(at_hand, order) if len(order) else None
+
+    def _begin_next_phase(self) -> None:
+        self.phase += 1
+        self.base = tuple(feed.position.tokens for feed in self.feeds)
 
     def advance(self, documents: Documents, used: int) -> None:
         """Move past the first ``used`` documents of a window."""
@@ -207,6 +209,7 @@ class Mixture:
 
 def _gather(at_hand: list[_AtHand], order: np.ndarray) -> Documents:
     """The documents at hand, of all datasets in a row, in some order of them."""
+    # Of one dataset, as in most runs, it is a stretch of the block as it lies, which costs less.
     if len(at_hand) == 1 and (block := at_hand[0].block) is not None:
         row, count = at_hand[0].row, len(order)
         bounds = block.bounds[row : row + count + 1]

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from torchtitan_zephon.sources.columns import BLOCK_BYTES, check_column, deal, documents
+from torchtitan_zephon.sources.columns import BLOCK_BYTES, check_column, deal, documents, find
 from torchtitan_zephon.sources.storage import Field, Shard, SourceError
 
 SUFFIXES = (".arrow", ".ipc", ".feather")
@@ -51,12 +51,9 @@ def find_row(
 ) -> tuple[int, Any]:
     """Number, counted in the shard, and value of the ``place``-th row of a chunk."""
     batches = _batches(fs, shard)
-    for number, first_row, begin, end in deal([len(b) for b in batches], chunk, chunks):
-        if place < end - begin:
-            record = batches[number].slice(begin + place, 1).to_pylist()[0]
-            return first_row + begin + place, record[field.name] if field else record
-        place -= end - begin
-    raise SourceError(f"{shard.path}: it has fewer rows than before")
+    number, at, row = find([len(b) for b in batches], chunk, chunks, place, shard)
+    record = batches[number].slice(at, 1).to_pylist()[0]
+    return row, record[field.name] if field else record
 
 
 def _batches(fs: Any, shard: Shard) -> list[pa.RecordBatch]:

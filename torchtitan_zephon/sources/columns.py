@@ -32,6 +32,22 @@ def deal(rows: Sequence[int], chunk: int, chunks: int) -> Iterator[tuple[int, in
         first_row += count
 
 
+def find(
+    rows: Sequence[int], chunk: int, chunks: int, place: int, shard: Shard
+) -> tuple[int, int, int]:
+    """The ``place``-th row of a chunk, dealt as ``deal`` does: its group, and which row it is of
+    the group and of the shard.
+
+    Raises:
+        SourceError: the chunk has fewer rows.
+    """
+    for group, first_row, begin, end in deal(rows, chunk, chunks):
+        if place < end - begin:
+            return group, begin + place, first_row + begin + place
+        place -= end - begin
+    raise SourceError(f"{shard.path}: it has fewer rows than before")
+
+
 def check_column(schema: pa.Schema, shard: Shard, field: Field) -> None:
     """Raise SourceError unless the column is there and holds what ``field`` wants."""
     if field.name not in schema.names:

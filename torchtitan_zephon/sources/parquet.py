@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchtitan_zephon.sources.columns import BLOCK_BYTES, check_column, deal, documents
+from torchtitan_zephon.sources.columns import BLOCK_BYTES, check_column, deal, documents, find
 from torchtitan_zephon.sources.storage import Field, Shard, SourceError
 
 SUFFIXES = (".parquet", ".pq")
@@ -62,14 +62,10 @@ def find_row(
     """Number, counted in the shard, and value of the ``place``-th row of a chunk."""
     with fs.open(shard.path, "rb") as handle:
         file = _open(handle, shard)
-        for group, first_row, begin, end in deal(_counts(file), chunk, chunks):
-            if place < end - begin:
-                columns = None if field is None else [field.name]
-                row = file.read_row_group(group, columns=columns).slice(begin + place, 1)
-                record = row.to_pylist()[0]
-                return first_row + begin + place, record[field.name] if field else record
-            place -= end - begin
-    raise SourceError(f"{shard.path}: it has fewer rows than before")
+        group, at, row = find(_counts(file), chunk, chunks, place, shard)
+        columns = None if field is None else [field.name]
+        record = file.read_row_group(group, columns=columns).slice(at, 1).to_pylist()[0]
+        return row, record[field.name] if field else record
 
 
 def _open(handle: Any, shard: Shard) -> pq.ParquetFile:
